@@ -1,0 +1,1 @@
+"""Pydantic models of the Kubernetes API; the CRDs are generated from them."""

@@ -1,0 +1,74 @@
+"""The error tree of kvoffload, in every process. Every message says what was found, what was needed and what to change.
+
+KVOffloadError
+├── InvalidSpec            a pool, region or setting asks what cannot be; retrying does not help
+├── PagesUnavailable       the node cannot give the bytes now (asked, limit and free are in the message)
+├── RegionUnusable         the mount, file or state folder is not what it must be
+├── ProtocolError          a peer sent what the protocol does not allow: its session ends
+│   └── FrameTooLarge
+├── SessionRefused         a well-formed request is not allowed; carries a `RefusalReason`
+├── DaemonUnavailable      no daemon answers in time: the engine goes on without offload
+└── UnsupportedEngine      this vLLM, or its configuration, is one we leave alone
+
+`kvoffload_operator.handlers` alone translates them to kopf, `kvoffload_node.session` alone to answers on a socket,
+`kvoffload_engine.plugin` and `connector` alone to "serve without offload".
+"""
+
+from enum import Enum
+
+
+class RefusalReason(str, Enum):
+    """Why a session or a request was refused; a closed set, used as metric label."""
+
+    PROTOCOL_VERSION = "ProtocolVersion"
+    MALFORMED = "Malformed"
+    TOO_MANY_ENGINES = "TooManyEngines"
+    POOL_PAUSED = "PoolPaused"
+    POOL_OBSERVED = "PoolObserved"
+    DRAINING = "Draining"
+    NOT_READY = "NotReady"
+    WRONG_TENANT = "WrongTenant"
+    STALE_EPOCH = "StaleEpoch"
+    RANK_CONFLICT = "RankConflict"
+    SLOT_TOO_LARGE = "SlotTooLarge"
+    RATE = "Rate"
+
+
+class KVOffloadError(Exception):
+    """Root of the tree."""
+
+
+class InvalidSpec(KVOffloadError):
+    """A pool, region or setting asks what cannot be; retrying does not help."""
+
+
+class PagesUnavailable(KVOffloadError):
+    """The node cannot give the bytes now."""
+
+
+class RegionUnusable(KVOffloadError):
+    """The hugetlbfs mount, a region file or the state folder is not what it must be."""
+
+
+class ProtocolError(KVOffloadError):
+    """A peer sent what the protocol does not allow."""
+
+
+class FrameTooLarge(ProtocolError):
+    """A frame's length is zero or above the limit."""
+
+
+class SessionRefused(KVOffloadError):
+    """A well-formed request is not allowed."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DaemonUnavailable(KVOffloadError):
+    """No daemon answers in time."""
+
+
+class UnsupportedEngine(KVOffloadError):
+    """This vLLM, or its configuration, is one we leave alone."""

@@ -1,0 +1,1 @@
+"""Pure layout arithmetic: pages, rows, the replication gate, identity digests. Standard library only."""

@@ -1,0 +1,1 @@
+"""The session protocol between engines, the attacher and the node daemon."""

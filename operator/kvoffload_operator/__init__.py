@@ -1,0 +1,1 @@
+"""Operator and admission webhook of kvoffload."""
