@@ -14,7 +14,6 @@ one part each. The operator's webhook uses the same `LayoutReason`s for its pred
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Optional
 
 from kvoffload.layout.rows import REPLICATED_PART
 
@@ -76,8 +75,8 @@ class LayerFacts:
     spec_class: str
     page_bytes: int
     tokens_per_state: int = 1
-    num_writers: Optional[int] = None
-    writer_index: Optional[int] = None
+    num_writers: int | None = None
+    writer_index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class GateFacts:
     world_size: int = 1
     num_nodes: int = 1
     executor: str = "mp"
-    kv_tp_replicas: Optional[int] = None
+    kv_tp_replicas: int | None = None
     """Ranks that hold the same KV by vLLM's own count (0.31 and newer), None where it does not say."""
     replication_allowed: bool = True
     """False: the pool says `replicatedLayout: Never`, or the webhook vetoed it."""
@@ -118,10 +117,10 @@ class Violation:
     message: str
 
 
-Check = Callable[[GateFacts], Optional[Violation]]
+Check = Callable[[GateFacts], Violation | None]
 
 
-def executor_is_unsupported(facts: GateFacts) -> Optional[Violation]:
+def executor_is_unsupported(facts: GateFacts) -> Violation | None:
     """Ray and external launchers run a scheduler or workers outside this pod's reach."""
     if facts.executor in SUPPORTED_EXECUTORS:
         return None
@@ -132,14 +131,16 @@ def executor_is_unsupported(facts: GateFacts) -> Optional[Violation]:
     )
 
 
-def spans_several_nodes(facts: GateFacts) -> Optional[Violation]:
+def spans_several_nodes(facts: GateFacts) -> Violation | None:
     """A node's region serves ranks of that node only."""
     if facts.num_nodes == 1:
         return None
-    return Violation(LayoutReason.MULTI_NODE, f"the engine spans {facts.num_nodes} nodes, needed 1: a region belongs to one node")
+    return Violation(
+        LayoutReason.MULTI_NODE, f"the engine spans {facts.num_nodes} nodes, needed 1: a region belongs to one node"
+    )
 
 
-def has_no_kv_bytes(facts: GateFacts) -> Optional[Violation]:
+def has_no_kv_bytes(facts: GateFacts) -> Violation | None:
     """Nothing to offload, or a layer whose size we would get wrong."""
     empty = [layer.name for layer in facts.layers if layer.page_bytes <= 0]
     if facts.layers and not empty:
@@ -148,21 +149,24 @@ def has_no_kv_bytes(facts: GateFacts) -> Optional[Violation]:
     return Violation(LayoutReason.NO_KV_BYTES, f"{found}, needed at least 1 byte a block")
 
 
-def is_one_rank(facts: GateFacts) -> Optional[Violation]:
+def is_one_rank(facts: GateFacts) -> Violation | None:
     """One rank holds one copy anyway."""
     if facts.world_size > 1:
         return None
     return Violation(LayoutReason.ONE_RANK, "world size is 1: there is one copy anyway")
 
 
-def replication_is_forbidden(facts: GateFacts) -> Optional[Violation]:
+def replication_is_forbidden(facts: GateFacts) -> Violation | None:
     """The pool's owner or the webhook said no."""
     if facts.replication_allowed:
         return None
-    return Violation(LayoutReason.FORBIDDEN, "replicated rows are switched off (pool's replicatedLayout: Never, or the webhook's veto)")
+    return Violation(
+        LayoutReason.FORBIDDEN,
+        "replicated rows are switched off (pool's replicatedLayout: Never, or the webhook's veto)",
+    )
 
 
-def splits_the_model(facts: GateFacts) -> Optional[Violation]:
+def splits_the_model(facts: GateFacts) -> Violation | None:
     """Stages and context shards hold different layers or tokens."""
     for found, reason, name in (
         (facts.pipeline_parallel_size, LayoutReason.PIPELINE_PARALLEL, "pipeline"),
@@ -174,7 +178,7 @@ def splits_the_model(facts: GateFacts) -> Optional[Violation]:
     return None
 
 
-def world_is_not_tensor_parallel(facts: GateFacts) -> Optional[Violation]:
+def world_is_not_tensor_parallel(facts: GateFacts) -> Violation | None:
     """Some other axis, which we do not know, divides the ranks."""
     if facts.world_size == facts.tensor_parallel_size:
         return None
@@ -184,14 +188,16 @@ def world_is_not_tensor_parallel(facts: GateFacts) -> Optional[Violation]:
     )
 
 
-def model_is_not_mla(facts: GateFacts) -> Optional[Violation]:
+def model_is_not_mla(facts: GateFacts) -> Violation | None:
     """Heads are divided over the ranks."""
     if facts.use_mla:
         return None
-    return Violation(LayoutReason.NOT_MLA, "the model does not use multi-head latent attention: KV heads are divided over the ranks")
+    return Violation(
+        LayoutReason.NOT_MLA, "the model does not use multi-head latent attention: KV heads are divided over the ranks"
+    )
 
 
-def layer_is_not_replicated(facts: GateFacts) -> Optional[Violation]:
+def layer_is_not_replicated(facts: GateFacts) -> Violation | None:
     """One layer of another kind is enough: a draft model's attention, a sliding window, a state-space layer."""
     for layer in facts.layers:
         if layer.spec_class not in REPLICATED_SPEC_CLASSES:
@@ -204,18 +210,18 @@ def layer_is_not_replicated(facts: GateFacts) -> Optional[Violation]:
     return None
 
 
-def state_is_compressed(facts: GateFacts) -> Optional[Violation]:
+def state_is_compressed(facts: GateFacts) -> Violation | None:
     """Several tokens in one state: vLLM does not certify such pages either."""
     for layer in facts.layers:
         if layer.tokens_per_state != 1:
             return Violation(
-                LayoutReason.COMPRESSED_STATE, f"layer {layer.name} keeps {layer.tokens_per_state} tokens a state,
-                needed 1"
+                LayoutReason.COMPRESSED_STATE,
+                f"layer {layer.name} keeps {layer.tokens_per_state} tokens a state, needed 1",
             )
     return None
 
 
-def replicas_do_not_match(facts: GateFacts) -> Optional[Violation]:
+def replicas_do_not_match(facts: GateFacts) -> Violation | None:
     """VLLM's own count of equal ranks says otherwise."""
     if facts.kv_tp_replicas in (None, facts.tensor_parallel_size):
         return None
@@ -225,7 +231,7 @@ def replicas_do_not_match(facts: GateFacts) -> Optional[Violation]:
     )
 
 
-def mapping_says_otherwise(facts: GateFacts) -> Optional[Violation]:
+def mapping_says_otherwise(facts: GateFacts) -> Violation | None:
     """Where vLLM maps a layer's page, the mapping must name every rank as its writer."""
     for layer in facts.layers:
         if layer.num_writers not in (None, facts.tensor_parallel_size):
@@ -237,7 +243,12 @@ def mapping_says_otherwise(facts: GateFacts) -> Optional[Violation]:
 
 
 NO_OFFLOAD_CHECKS: tuple[Check, ...] = (executor_is_unsupported, spans_several_nodes, has_no_kv_bytes)
-PER_RANK_CHECKS: tuple[Check, ...] = (is_one_rank, replication_is_forbidden, splits_the_model, world_is_not_tensor_parallel)
+PER_RANK_CHECKS: tuple[Check, ...] = (
+    is_one_rank,
+    replication_is_forbidden,
+    splits_the_model,
+    world_is_not_tensor_parallel,
+)
 """Conditions of every kind of sharing."""
 REPLICATION_CHECKS: tuple[Check, ...] = (
     model_is_not_mla,
@@ -248,7 +259,7 @@ REPLICATION_CHECKS: tuple[Check, ...] = (
 )
 
 
-def first_violation(facts: GateFacts, checks: tuple[Check, ...]) -> Optional[Violation]:
+def first_violation(facts: GateFacts, checks: tuple[Check, ...]) -> Violation | None:
     """Run the checks in order and return the first that fails."""
     for check in checks:
         violation = check(facts)
@@ -257,7 +268,7 @@ def first_violation(facts: GateFacts, checks: tuple[Check, ...]) -> Optional[Vio
     return None
 
 
-def certified_head_shard(facts: GateFacts) -> Optional[int]:
+def certified_head_shard(facts: GateFacts) -> int | None:
     """Which distinct heads this rank holds, where vLLM certifies that several ranks hold them; None otherwise.
 
     Every layer must be head-sharded, certified, and agree on how many ranks share.
