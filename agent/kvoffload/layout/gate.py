@@ -63,7 +63,7 @@ class LayoutReason(str, Enum):
     SHARED_HEADS = "SharedHeads"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayerFacts:
     """One attention layer as its worker sees it.
 
@@ -79,7 +79,7 @@ class LayerFacts:
     writer_index: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GateFacts:
     """What the gate looks at: this rank's layers and the engine's parallel configuration."""
 
@@ -99,7 +99,7 @@ class GateFacts:
     """False: the pool says `replicatedLayout: Never`, or the webhook vetoed it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayoutVerdict:
     """The gate's answer for one rank. `part` names the bytes that this rank holds (`kvoffload.layout.rows`)."""
 
@@ -109,7 +109,7 @@ class LayoutVerdict:
     part: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Violation:
     """A failed condition: found, needed, and what it means."""
 
@@ -237,7 +237,8 @@ def mapping_says_otherwise(facts: GateFacts) -> Violation | None:
         if layer.num_writers not in (None, facts.tensor_parallel_size):
             return Violation(
                 LayoutReason.NOT_CERTIFIED,
-                f"vLLM's page mapping of layer {layer.name} names {layer.num_writers} writers, needed {facts.tensor_parallel_size}",
+                f"vLLM's page mapping of layer {layer.name} names {layer.num_writers} writers, "
+                f"needed {facts.tensor_parallel_size}",
             )
     return None
 
