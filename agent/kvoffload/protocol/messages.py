@@ -81,6 +81,9 @@ class Hello(Message, tag="hello"):
     model: Text = ""
     engine_version: Text = ""
     agent_version: Text = ""
+    process: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    """16 random bytes, drawn once in each process and the same in every `Hello` of it. By it the daemon knows a process that
+    connects again (it takes over what it held) from a successor with the same engine id (which must not)."""
 
 
 class Mapped(Message, tag="mapped"):
