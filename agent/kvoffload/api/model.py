@@ -1,0 +1,70 @@
+"""Base of the API models and the field types that they share. Every process that reads our objects imports it.
+
+Models read what the API server stores (camelCase) and ignore fields they do not know: a newer CRD beside an older
+program is normal during an upgrade. They are frozen: what was observed does not change.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic.alias_generators import to_camel
+
+from kvoffload.errors import InvalidSpec
+from kvoffload.units import QUANTITY_PATTERN, parse_quantity
+
+
+def _camel(name: str) -> str:
+    """JSON name of a Python field; Kubernetes writes the abbreviations in capitals (`podUID`, `engineID`)."""
+    camel = to_camel(name)
+    for short, capitals in (("Uid", "UID"), ("Id", "ID")):
+        if camel.endswith(short):
+            return camel[: -len(short)] + capitals
+    return camel
+
+
+class ApiModel(BaseModel):
+    """A part of an API object."""
+
+    model_config = ConfigDict(alias_generator=_camel, populate_by_name=True, frozen=True, extra="ignore")
+
+    def to_manifest(self) -> dict[str, Any]:
+        """As it stands in a manifest: camelCase, nothing that is None."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _quantity(value: Any) -> Any:
+    if isinstance(value, str | int | float):
+        try:
+            return parse_quantity(value)
+        except InvalidSpec as error:
+            raise ValueError(str(error)) from error
+    return value
+
+
+Quantity = Annotated[
+    int,
+    BeforeValidator(_quantity),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "pattern": QUANTITY_PATTERN,
+            "maxLength": 32,
+        }
+    ),
+]
+"""Bytes as a Kubernetes quantity; in Python the exact number of bytes."""
+
+ByteCount = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=1_000_000)]
+
+DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+LABEL_KEY_PATTERN = (
+    r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+)
+LABEL_VALUE_PATTERN = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+
+NamespaceName = Annotated[str, Field(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
+NodeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
+LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
+LabelValue = Annotated[str, Field(pattern=LABEL_VALUE_PATTERN, max_length=63)]

@@ -1,0 +1,408 @@
+"""KVOffloadPool: what an administrator asks for, and what the operator says about it.
+
+The CRD is generated from these models (`schema.py`); the operator reads pools through them. Rules that need more than
+one field stand in `SPEC_RULES` as CEL, so that the API server refuses what cannot be; the operator's
+`webhook/validation.py` says the same of pools that an older CRD let in.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from kvoffload.api.conditions import MAX_CONDITIONS, Condition
+from kvoffload.api.model import (
+    DNS_LABEL_PATTERN,
+    ApiModel,
+    ByteCount,
+    Count,
+    LabelKey,
+    LabelValue,
+    NamespaceName,
+    NodeName,
+    Quantity,
+)
+
+MAX_POOL_NAME_LENGTH = 40
+POOL_NAME_PATTERN = DNS_LABEL_PATTERN
+MAX_QUOTAS = 128
+MAX_PROBLEMS = 32
+
+
+class PageSize(StrEnum):
+    """Sizes of huge pages."""
+
+    MI_2 = "2Mi"
+    GI_1 = "1Gi"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one page."""
+        return 2 << 20 if self is PageSize.MI_2 else 1 << 30
+
+    @property
+    def resource_name(self) -> str:
+        """Kubernetes' name of the resource."""
+        return f"hugepages-{self.value}"
+
+
+class Fallback(StrEnum):
+    """What a node does that has too few huge pages."""
+
+    NONE = "None"
+    SHARED_MEMORY = "SharedMemory"
+
+
+class NumaPolicy(StrEnum):
+    """On which NUMA nodes extents are placed."""
+
+    INTERLEAVE = "Interleave"
+    LOCAL = "Local"
+
+
+class ReplicatedLayout(StrEnum):
+    """Whether engines may keep one copy for all ranks."""
+
+    AUTO = "Auto"
+    NEVER = "Never"
+
+
+class Sharing(StrEnum):
+    """Whose engines may read each other's blocks: the tenant."""
+
+    NAMESPACE = "Namespace"
+    POOL = "Pool"
+    POD = "Pod"
+
+
+class EvictionPolicy(StrEnum):
+    """Which slots are given up first."""
+
+    LRU = "LRU"
+
+
+class Attachment(StrEnum):
+    """How strongly pods are drawn to nodes where the pool is ready."""
+
+    PREFERRED = "Preferred"
+    REQUIRED = "Required"
+
+
+class Mode(StrEnum):
+    """What the pool does."""
+
+    ACTIVE = "Active"
+    OBSERVE = "Observe"
+    PAUSED = "Paused"
+
+
+class ReclaimPolicy(StrEnum):
+    """What happens to the pages when the pool, or a node's part in it, goes."""
+
+    DELETE = "Delete"
+    RETAIN = "Retain"
+
+
+class HugetlbfsMount(StrEnum):
+    """Where the daemon finds a hugetlbfs of the page size."""
+
+    HOST = "Host"
+    MANAGED = "Managed"
+
+
+class LabelSelectorRequirement(ApiModel):
+    """One expression of a label selector."""
+
+    key: LabelKey = Field(description="key is the label's key.")
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
+        description="operator relates key and values: In, NotIn, Exists or DoesNotExist."
+    )
+    values: list[LabelValue] = Field(
+        default=[],
+        max_length=32,
+        description="values are compared by In and NotIn, which need at least one; Exists and DoesNotExist take none.",
+        json_schema_extra={"x-kubernetes-list-type": "atomic"},
+    )
+
+
+class LabelSelector(ApiModel):
+    """A label selector as Kubernetes writes it; all of it must match, and an empty one selects everything."""
+
+    match_labels: dict[LabelKey, LabelValue] = Field(
+        default={}, max_length=32, description="matchLabels are labels that must all be there with these values."
+    )
+    match_expressions: list[LabelSelectorRequirement] = Field(
+        default=[],
+        max_length=32,
+        description="matchExpressions must all be true.",
+        json_schema_extra={"x-kubernetes-list-type": "atomic"},
+    )
+
+
+class Toleration(ApiModel):
+    """A taint that the node daemon tolerates, as in a pod."""
+
+    key: Annotated[str, Field(max_length=317)] = Field(
+        default="", description="key of the taint; empty with operator Exists tolerates every taint."
+    )
+    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="operator is Equal or Exists.")
+    value: LabelValue = Field(default="", description="value of the taint, with operator Equal.")
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field(
+        default="", description="effect of the taint; empty tolerates every effect."
+    )
+    toleration_seconds: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
+        default=None, description="tolerationSeconds is how long a NoExecute taint is tolerated; absent: for ever."
+    )
+
+
+class Quota(ApiModel):
+    """Bytes of one Kubernetes namespace on each node, counted by the namespace of the pod that stored."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "!has(self.limit) || "
+                    "quantity(string(self.guaranteed)).compareTo(quantity(string(self.limit))) <= 0",
+                    "messageExpression": "'guaranteed ' + string(self.guaranteed) + ' of namespace ' + self.namespace "
+                    "+ "
+                    "' is more than its limit ' + string(self.limit) + ': raise limit or lower guaranteed'",
+                    "fieldPath": ".guaranteed",
+                }
+            ]
+        }
+    )
+
+    namespace: NamespaceName = Field(description="namespace is the Kubernetes namespace that this quota is for.")
+    guaranteed: Quantity = Field(
+        default=0, description="guaranteed is how much on each node nobody else's stores can evict."
+    )
+    limit: Quantity | None = Field(
+        default=None, description="limit is the most that it may hold on each node; absent: the capacity."
+    )
+
+
+def _bytes(field: str) -> str:
+    """CEL: the exact int of a quantity field; `0.5Gi` is no integer to quantity(), its float is exact below 2^53."""
+    quantity = f"quantity(string({field}))"
+    return f"({quantity}.isInteger() ? {quantity}.asInteger() : int({quantity}.asApproximateFloat()))"
+
+
+def _is_whole(field: str) -> str:
+    """CEL: whether the quantity is a whole number of bytes."""
+    return f"quantity(string({_bytes(field)})).compareTo(quantity(string({field}))) == 0"
+
+
+_PAGE = "(self.pageSize == '1Gi' ? 1073741824 : 2097152)"
+_CAPACITY = _bytes("self.capacity")
+
+SPEC_RULES: list[dict[str, str]] = [
+    {
+        "rule": f"{_is_whole('self.capacity')} && {_CAPACITY} > 0 && {_CAPACITY} % {_PAGE} == 0",
+        "messageExpression": "'capacity ' + string(self.capacity) + ' is not a positive multiple of the page size ' + "
+        "self.pageSize + ' (' + string(" + _PAGE + ") + ' bytes): the nearest multiples are ' + "
+        f"string({_CAPACITY} / {_PAGE} * {_PAGE}) + ' and ' + string({_CAPACITY} / {_PAGE} * {_PAGE} + {_PAGE})",
+        "message": "capacity must be a positive multiple of pageSize",
+        "fieldPath": ".capacity",
+    },
+    {
+        "rule": "self.quotas.map(q, " + _bytes("q.guaranteed") + ").sum() <= " + _CAPACITY,
+        "messageExpression": "'quotas guarantee ' + string(self.quotas.map(q, "
+        + _bytes("q.guaranteed")
+        + ").sum()) + ' bytes in all, the capacity is ' + string(self.capacity) "
+        "+ ': raise capacity or lower guaranteed'",
+        "message": "the sum of quotas[].guaranteed must not exceed capacity",
+        "fieldPath": ".quotas",
+    },
+    {
+        "rule": "self.pageSize == oldSelf.pageSize",
+        "messageExpression": "'pageSize cannot be changed from ' + oldSelf.pageSize + ' to ' + self.pageSize + "
+        "': make a second pool with the other page size and delete this one'",
+        "message": "pageSize cannot be changed",
+        "fieldPath": ".pageSize",
+    },
+    {
+        "rule": "self.sharing == oldSelf.sharing",
+        "messageExpression": "'sharing cannot be changed from ' + oldSelf.sharing + ' to ' + self.sharing + "
+        "' while tenants hold blocks: make a second pool and delete this one'",
+        "message": "sharing cannot be changed",
+        "fieldPath": ".sharing",
+    },
+]
+
+
+class KVOffloadPoolSpec(ApiModel):
+    """What an administrator asks for: one region of huge pages on each matching node."""
+
+    model_config = ConfigDict(json_schema_extra={"x-kubernetes-validations": [dict(rule) for rule in SPEC_RULES]})
+
+    node_selector: dict[LabelKey, LabelValue] = Field(
+        default={},
+        max_length=32,
+        description="nodeSelector is the labels of the nodes that give memory; empty: every node.",
+    )
+    tolerations: list[Toleration] = Field(
+        default=[],
+        max_length=32,
+        description="tolerations of the node daemon, for tainted GPU nodes.",
+        json_schema_extra={"x-kubernetes-list-type": "atomic"},
+    )
+    capacity: Quantity = Field(
+        description="capacity is the bytes of huge pages on each node, a multiple of pageSize. Growing takes pages "
+        "that are free on the node; shrinking waits for leased blocks and frees the rest."
+    )
+    page_size: PageSize = Field(
+        default=PageSize.MI_2, description="pageSize of the huge pages, 2Mi or 1Gi. Cannot be changed."
+    )
+    fallback: Fallback = Field(
+        default=Fallback.NONE,
+        description="fallback where huge pages cannot be had: None refuses with a condition, SharedMemory takes 4 KiB "
+        "pages on tmpfs and says so in the condition Degraded.",
+    )
+    numa_policy: NumaPolicy = Field(
+        default=NumaPolicy.INTERLEAVE,
+        description="numaPolicy spreads extents over NUMA nodes (Interleave) or takes the daemon's own first (Local).",
+    )
+    replicated_layout: ReplicatedLayout = Field(
+        default=ReplicatedLayout.AUTO,
+        description="replicatedLayout lets engines whose ranks hold equal bytes keep one copy (Auto) or not (Never).",
+    )
+    sharing: Sharing = Field(
+        default=Sharing.NAMESPACE,
+        description="sharing is whose pods may hit each other's blocks: those of one Kubernetes Namespace, of the "
+        "whole Pool, or each Pod alone. Cannot be changed.",
+    )
+    namespace_selector: LabelSelector | None = Field(
+        default=None,
+        description="namespaceSelector is the namespaces whose pods may attach; absent: all but kube-system and the "
+        "operator's own.",
+    )
+    quotas: list[Quota] = Field(
+        default=[],
+        max_length=MAX_QUOTAS,
+        description="quotas by namespace, on each node; a namespace without one shares what is not guaranteed.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["namespace"]},
+    )
+    eviction_policy: EvictionPolicy = Field(
+        default=EvictionPolicy.LRU, description="evictionPolicy chooses what is given up first: LRU."
+    )
+    max_engines_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=64, description="maxEnginesPerNode is how many engines may attach on one node."
+    )
+    attachment: Attachment = Field(
+        default=Attachment.PREFERRED,
+        description="attachment of pods to nodes where the pool is ready: Preferred pods start anywhere, Required pods "
+        "wait for such a node.",
+    )
+    mode: Mode = Field(
+        default=Mode.ACTIVE,
+        description="mode is Active; Observe, which reports what nodes would give and which pods would attach and "
+        "touches nothing; or Paused, which detaches all and keeps the pages.",
+    )
+    reclaim_policy: ReclaimPolicy = Field(
+        default=ReclaimPolicy.DELETE,
+        description="reclaimPolicy frees (Delete) or keeps (Retain) pages when the pool, or a node's part in it goes.",
+    )
+    hugetlbfs_mount: HugetlbfsMount = Field(
+        default=HugetlbfsMount.HOST,
+        description="hugetlbfsMount is the node's own (Host), or one that a privileged init container makes (Managed).",
+    )
+
+
+class NodeCounts(ApiModel):
+    """How many nodes are in which state; a node counts once, in the first state that applies after `matching`."""
+
+    matching: Count = Field(default=0, description="matching nodeSelector.")
+    ready: Count = Field(default=0, description="ready: region and daemon serve.")
+    short_of_pages: Count = Field(default=0, description="shortOfPages: fewer allocatable huge pages than capacity.")
+    pending: Count = Field(default=0, description="pending: the daemon's pod is not running yet.")
+    not_reporting: Count = Field(default=0, description="notReporting: the daemon runs, its region says nothing new.")
+    failing: Count = Field(default=0, description="failing: the daemon reports that it cannot serve.")
+
+
+class EngineCounts(ApiModel):
+    """Engines attached to the pool."""
+
+    attached: Count = Field(default=0, description="attached now, over all nodes.")
+    replicated: Count = Field(default=0, description="replicated of them: one copy for all ranks.")
+
+
+class NodeProblem(ApiModel):
+    """A node that does not serve, and why."""
+
+    node: NodeName = Field(description="node is its name.")
+    reason: Annotated[str, Field(max_length=64)] = Field(description="reason of its region's NodeReady or Ready.")
+    message: Annotated[str, Field(max_length=1024)] = Field(description="message with numbers and the remedy.")
+
+
+class KVOffloadPoolStatus(ApiModel):
+    """What the operator says about the pool; sums are over all nodes."""
+
+    observed_generation: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+        default=0, description="observedGeneration is metadata.generation of the spec that was last acted on."
+    )
+    conditions: list[Condition] = Field(
+        default=[],
+        max_length=MAX_CONDITIONS,
+        description="conditions Ready, RegionsProvisioned, HugepagesAvailable, InjectionReady and Degraded.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+    nodes: NodeCounts = Field(default=NodeCounts(), description="nodes counts the nodes by state.")
+    problems: list[NodeProblem] = Field(
+        default=[],
+        max_length=MAX_PROBLEMS,
+        description="problems names the first nodes that do not serve, in order of their names.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["node"]},
+    )
+    capacity_bytes: ByteCount = Field(default=0, description="capacityBytes reserved on all nodes.")
+    used_bytes: ByteCount = Field(default=0, description="usedBytes hold blocks.")
+    free_bytes: ByteCount = Field(default=0, description="freeBytes can be stored to without evicting.")
+    saved_bytes: ByteCount = Field(
+        default=0, description="savedBytes is how many more bytes a plain layout would keep for the same blocks."
+    )
+    engines: EngineCounts = Field(default=EngineCounts(), description="engines counts the engines attached.")
+
+
+class KVOffloadPool(ApiModel):
+    """KVOffloadPool gives part of the huge pages of each matching node to the KV caches of vLLM pods."""
+
+    name: str
+    uid: str = ""
+    generation: int = 0
+    deleting: bool = False
+    spec: KVOffloadPoolSpec
+    status: KVOffloadPoolStatus = KVOffloadPoolStatus()
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> "KVOffloadPool":
+        """Read an object as the API server sends it.
+
+        Raises:
+            pydantic.ValidationError: the spec lacks a field or holds a value that this version does not know.
+        """
+        metadata = manifest["metadata"]
+        return cls(
+            name=metadata["name"],
+            uid=metadata.get("uid", ""),
+            generation=metadata.get("generation", 0),
+            deleting="deletionTimestamp" in metadata,
+            spec=KVOffloadPoolSpec.model_validate(manifest.get("spec", {})),
+            status=KVOffloadPoolStatus.model_validate(manifest.get("status") or {}),
+        )
+
+
+POOL_COLUMNS: list[dict[str, str | int]] = [
+    {"name": "Ready", "type": "string", "jsonPath": ".status.conditions[?(@.type=='Ready')].status"},
+    {"name": "Mode", "type": "string", "jsonPath": ".spec.mode", "priority": 1},
+    {"name": "Nodes", "type": "integer", "jsonPath": ".status.nodes.matching", "description": "Matching nodes"},
+    {"name": "NodesReady", "type": "integer", "jsonPath": ".status.nodes.ready"},
+    {"name": "PerNode", "type": "string", "jsonPath": ".spec.capacity", "description": "Capacity asked on each node"},
+    {"name": "Capacity", "type": "integer", "jsonPath": ".status.capacityBytes", "description": "Bytes over all nodes"},
+    {"name": "Used", "type": "integer", "jsonPath": ".status.usedBytes"},
+    {"name": "Free", "type": "integer", "jsonPath": ".status.freeBytes", "priority": 1},
+    {"name": "Engines", "type": "integer", "jsonPath": ".status.engines.attached"},
+    {"name": "Replicated", "type": "integer", "jsonPath": ".status.engines.replicated"},
+    {"name": "Saved", "type": "integer", "jsonPath": ".status.savedBytes"},
+    {"name": "Reason", "type": "string", "jsonPath": ".status.conditions[?(@.type=='Ready')].reason", "priority": 1},
+    {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+]
