@@ -1,0 +1,49 @@
+"""`kubectl kvoffload` (or `kubectl-kvoffload`): the plugin's entry point. Runs on the administrator's machine.
+
+Exit status: 0 all is well, 1 something was found, 2 the command could not do its work.
+"""
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvoffload.errors import KVOffloadError
+from kvoffload_cli import plan
+
+app = typer.Typer(
+    name="kubectl kvoffload",
+    no_args_is_help=True,
+    invoke_without_command=True,
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    """Plan, check and watch the hugepage pools that vLLM engines offload their KV cache to."""
+    if version:
+        typer.echo(metadata.version("kvoffload"))
+        raise typer.Exit
+
+
+app.command("plan")(plan.command)
+
+
+def main() -> None:
+    """Run the command line; what is wrong with the input or the cluster is one line on standard error and status 2."""
+    try:
+        app()
+    except KVOffloadError as error:
+        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

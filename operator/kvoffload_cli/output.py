@@ -1,0 +1,82 @@
+"""How the commands print: one console, labelled lines, tables, JSON. Called by every command of the plugin."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import StrEnum
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload.errors import InvalidSpec
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class OutputFormat(StrEnum):
+    """Value of `--output`."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def make_console(*, width: int | None = None) -> Console:
+    """A console on standard output; colours only on a terminal, and no colour at all where NO_COLOR is set."""
+    return Console(highlight=False, width=width, soft_wrap=False)
+
+
+def show_bytes(num_bytes: int) -> str:
+    """Bytes for people, three digits: `4.29 MiB`. Exact figures are printed with commas beside it where they matter."""
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return (
+        f"{num_bytes} bytes"
+        if unit == 0
+        else f"{value:.3g} {_UNITS[unit]}"
+        if value < 1000
+        else f"{value:.0f} {_UNITS[unit]}"
+    )
+
+
+def labelled(console: Console, label: str, lines: Iterable[str]) -> None:
+    """Print a label once and its lines beside it."""
+    for number, line in enumerate(lines):
+        console.print(f"[bold]{label if number == 0 else '':<10}[/bold] {escape(line)}", soft_wrap=True)
+
+
+def escape(text: str) -> str:
+    """Text as it is: what comes from a cluster must not be read as markup."""
+    return text.replace("[", "\\[")
+
+
+def make_table(*columns: str, rows: Iterable[Sequence[str]]) -> Table:
+    """A table as kubectl prints them: no lines, two spaces between the columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=False)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def print_json(console: Console, value: Any) -> None:
+    """Print a dataclass, list or mapping as JSON on standard output."""
+    console.print(json.dumps(_plain(value), indent=2, default=str), markup=False, soft_wrap=True)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def require_one_of(name: str, value: str, allowed: Iterable[str]) -> str:
+    """`value` if it is allowed, otherwise InvalidSpec with what is."""
+    known = list(allowed)
+    if value not in known:
+        raise InvalidSpec(f"--{name} {value!r} is not one of {', '.join(known)}")
+    return value

@@ -1,0 +1,239 @@
+"""What a pool holds of a model: the arithmetic behind `kubectl kvoffload plan` and the tables of docs/sizing.md.
+
+Pure. It asks the same gate and the same row arithmetic as the engine and the node daemon, so that what it says and what
+they do cannot drift apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvoffload.errors import InvalidSpec
+from kvoffload.layout.gate import (
+    GateFacts,
+    LayerFacts,
+    LayoutDecision,
+    LayoutReason,
+    LayoutVerdict,
+    decide_layout,
+)
+from kvoffload.layout.model_bytes import KVBytes, ModelShape, plan_kv_bytes
+from kvoffload.layout.rows import RankPart, Row, plan_row
+from kvoffload.units import format_bytes, nearest_multiples, parse_quantity
+
+GIB = 1 << 30
+PAGE_BYTES = {"2Mi": 2 << 20, "1Gi": GIB}
+EXTENT_BYTES = {"2Mi": 64 << 20, "1Gi": GIB}
+"""The region is given out in extents; a slot never straddles two of them."""
+
+KEPT_SHARE = 4
+MIN_KEPT_BYTES = 16 * GIB
+"""Memory left to the node without --capacity: a quarter, and never below 16 GiB (vLLM's own processes, page cache)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine to plan for, as vLLM's arguments give it."""
+
+    shape: ModelShape
+    tensor_parallel: int
+    pipeline_parallel: int = 1
+    num_nodes: int = 1
+    executor: str = "mp"
+    block_tokens: int = 16
+    blocks_per_chunk: int = 1
+    kv_dtype: str = "auto"
+    replication_allowed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaPlan:
+    """What one namespace's quota means in tokens of this model."""
+
+    namespace: str
+    guaranteed_bytes: int
+    limit_bytes: int
+    guaranteed_tokens: int
+    limit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizingPlan:
+    """What the pool holds of the engine's model, on each node."""
+
+    engine: Engine
+    kv: KVBytes
+    verdict: LayoutVerdict
+    row: Row
+    plain_row: Row
+    page_name: str
+    capacity_bytes: int
+    num_pages: int
+    num_extents: int
+    slots_per_extent: int
+    quotas: tuple[QuotaPlan, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Chunks that fit."""
+        return self.num_extents * self.slots_per_extent
+
+    @property
+    def plain_num_slots(self) -> int:
+        """Chunks that one plain buffer of the same bytes holds, with one part for each rank (vLLM's own layout)."""
+        return self.capacity_bytes // self.plain_row.slot_bytes
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens in one chunk."""
+        return self.engine.block_tokens * self.engine.blocks_per_chunk
+
+    @property
+    def num_blocks(self) -> int:
+        """GPU blocks that fit."""
+        return self.num_slots * self.engine.blocks_per_chunk
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit."""
+        return self.num_slots * self.chunk_tokens
+
+    @property
+    def plain_num_tokens(self) -> int:
+        """Tokens that the plain layout holds in the same bytes."""
+        return self.plain_num_slots * self.chunk_tokens
+
+    @property
+    def saved_bytes_per_token(self) -> int:
+        """Bytes per token that sharing saves."""
+        return (self.plain_row.slot_bytes - self.row.slot_bytes) // self.chunk_tokens
+
+    @property
+    def waste_bytes(self) -> int:
+        """Bytes of the pool that no slot covers."""
+        return self.capacity_bytes - self.num_slots * self.row.slot_bytes
+
+
+def default_capacity(node_memory_bytes: int, page_bytes: int) -> int:
+    """The pool's capacity on a node of so much memory: what is left after the node's share, in whole pages."""
+    kept = max(MIN_KEPT_BYTES, node_memory_bytes // KEPT_SHARE)
+    capacity = (node_memory_bytes - kept) // page_bytes * page_bytes
+    if capacity <= 0:
+        raise InvalidSpec(
+            f"a node of {format_bytes(node_memory_bytes)} has nothing left for a pool after {format_bytes(kept)} for "
+            "vLLM and the system; give --capacity to set it yourself"
+        )
+    return capacity
+
+
+def plan_sizing(
+    engine: Engine, *, capacity_bytes: int, page_name: str, quotas: Sequence[tuple[str, int, int]] = ()
+) -> SizingPlan:
+    """Plan the pool for one engine.
+
+    Raises:
+        InvalidSpec: capacity no multiple of the page, a slot beyond an extent, a quota beyond the capacity, or sizes
+            that no engine has.
+    """
+    page_bytes = PAGE_BYTES[page_name]
+    below, above = nearest_multiples(capacity_bytes, page_bytes)
+    if below != above or capacity_bytes == 0:
+        raise InvalidSpec(
+            f"capacity {format_bytes(capacity_bytes)} is no positive multiple of {page_name} pages; the nearest are "
+            f"{format_bytes(below or page_bytes)} and {format_bytes(above or page_bytes)}"
+        )
+    kv = plan_kv_bytes(
+        engine.shape,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+        block_tokens=engine.block_tokens,
+        kv_dtype=engine.kv_dtype,
+    )
+    verdicts = decide_ranks(engine, kv)
+    part_bytes = kv.bytes_per_block * engine.blocks_per_chunk
+    parts = [RankPart(part=verdict.part, num_bytes=part_bytes) for verdict in verdicts]
+    row, plain_row = plan_row(parts), plan_row(parts, sharing_allowed=False)
+    extent_bytes = EXTENT_BYTES[page_name]
+    if row.slot_bytes > extent_bytes:
+        raise InvalidSpec(
+            f"one chunk needs {row.slot_bytes} bytes, more than an extent of {format_bytes(extent_bytes)}; "
+            "use --page-size 1Gi, a smaller --block-size or fewer --blocks-per-chunk"
+        )
+    tokens_per_byte = engine.block_tokens * engine.blocks_per_chunk, row.slot_bytes
+    return SizingPlan(
+        engine=engine,
+        kv=kv,
+        verdict=verdicts[0],
+        row=row,
+        plain_row=plain_row,
+        page_name=page_name,
+        capacity_bytes=capacity_bytes,
+        num_pages=capacity_bytes // page_bytes,
+        num_extents=capacity_bytes // extent_bytes,
+        slots_per_extent=extent_bytes // row.slot_bytes,
+        quotas=tuple(_plan_quota(quota, capacity_bytes, tokens_per_byte) for quota in quotas),
+    )
+
+
+def decide_ranks(engine: Engine, kv: KVBytes) -> list[LayoutVerdict]:
+    """The gate's answer for every rank, from what a configuration tells of the layers."""
+    shape, num_ranks = engine.shape, engine.tensor_parallel
+    sharing = 1
+    if not shape.is_mla and num_ranks > shape.num_kv_heads and num_ranks % shape.num_kv_heads == 0:
+        sharing = num_ranks // shape.num_kv_heads
+    spec_class = "MLAAttentionSpec" if shape.is_mla else "FullAttentionSpec"
+    verdicts = []
+    for rank in range(num_ranks * engine.pipeline_parallel):
+        layer = LayerFacts(
+            name="every layer",
+            spec_class=spec_class,
+            page_bytes=kv.bytes_per_token_layer * engine.block_tokens,
+            num_writers=sharing if sharing > 1 else None,
+            writer_index=rank % sharing if sharing > 1 else None,
+        )
+        facts = GateFacts(
+            rank=rank,
+            layers=(layer,) * kv.layers_per_stage,
+            use_mla=shape.is_mla,
+            tensor_parallel_size=num_ranks,
+            pipeline_parallel_size=engine.pipeline_parallel,
+            world_size=num_ranks * engine.pipeline_parallel,
+            num_nodes=engine.num_nodes,
+            executor=engine.executor,
+            replication_allowed=engine.replication_allowed,
+        )
+        verdicts.append(decide_layout(facts))
+    if verdicts[0].decision is LayoutDecision.NO_OFFLOAD:
+        raise InvalidSpec(f"no offload ({verdicts[0].reason.value}): {verdicts[0].message}")
+    return verdicts
+
+
+def is_conditional(verdict: LayoutVerdict) -> bool:
+    """Whether the layout stands only where vLLM certifies it when the engine starts."""
+    return verdict.reason is LayoutReason.SHARED_HEADS
+
+
+def parse_quota(text: str) -> tuple[str, int, int]:
+    """`NAMESPACE=GUARANTEED[:LIMIT]` as (namespace, guaranteed bytes, limit bytes); without a limit, 0 for none."""
+    namespace, found, amounts = text.partition("=")
+    guaranteed, _, limit = amounts.partition(":")
+    if not found or not namespace or not guaranteed:
+        raise InvalidSpec(f"quota {text!r} is not NAMESPACE=GUARANTEED[:LIMIT], such as team-a=64Gi:128Gi")
+    return namespace, parse_quantity(guaranteed), parse_quantity(limit) if limit else 0
+
+
+def _plan_quota(quota: tuple[str, int, int], capacity_bytes: int, tokens_per_bytes: tuple[int, int]) -> QuotaPlan:
+    namespace, guaranteed, limit = quota
+    limit = limit or capacity_bytes
+    if not guaranteed <= limit <= capacity_bytes:
+        raise InvalidSpec(
+            f"quota of {namespace}: guaranteed {format_bytes(guaranteed)}, limit {format_bytes(limit)}, capacity "
+            f"{format_bytes(capacity_bytes)}; needed guaranteed <= limit <= capacity"
+        )
+    tokens, num_bytes = tokens_per_bytes
+    return QuotaPlan(
+        namespace=namespace,
+        guaranteed_bytes=guaranteed,
+        limit_bytes=limit,
+        guaranteed_tokens=guaranteed // num_bytes * tokens,
+        limit_tokens=limit // num_bytes * tokens,
+    )

@@ -1,0 +1,97 @@
+"""Bytes of a model's KV cache from its configuration. The same figures against vLLM's own classes: tests/engine."""
+
+import pytest
+
+from kvoffload.errors import InvalidSpec
+from kvoffload.layout.model_bytes import AttentionKind, plan_kv_bytes, read_shape
+from kvoffload_cli.models import packaged_models, read_config
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 256,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "kv_dtype", "bytes_per_token"),
+    [
+        ("deepseek-ai/DeepSeek-V3", 8, "auto", 61 * 576 * 2),
+        ("deepseek-ai/DeepSeek-V3", 1, "fp8", 61 * 576),
+        ("deepseek-ai/DeepSeek-V3", 8, "fp8_ds_mla", 61 * 656),
+        ("deepseek-ai/DeepSeek-V3.2", 8, "fp8", 61 * (656 + 132)),
+        ("deepseek-ai/DeepSeek-V3.2", 8, "auto", 61 * (1152 + 132)),
+        ("moonshotai/Kimi-K2-Instruct", 16, "auto", 70_272),
+        ("meta-llama/Llama-3.1-70B-Instruct", 1, "auto", 80 * 2 * 8 * 128 * 2),
+        ("meta-llama/Llama-3.1-70B-Instruct", 8, "auto", 80 * 2 * 1 * 128 * 2),
+        ("meta-llama/Llama-3.1-70B-Instruct", 16, "auto", 80 * 2 * 1 * 128 * 2),
+        ("Qwen/Qwen3-32B", 4, "float32", 64 * 2 * 2 * 128 * 4),
+    ],
+)
+def test_bytes_per_token_of_published_models(model: str, tp: int, kv_dtype: str, bytes_per_token: int) -> None:
+    shape = read_shape(read_config(model)[0])
+    kv = plan_kv_bytes(shape, tensor_parallel=tp, block_tokens=64, kv_dtype=kv_dtype)
+    assert kv.bytes_per_token == bytes_per_token
+    assert kv.bytes_per_block == 64 * bytes_per_token
+
+
+def test_stages_hold_the_larger_share_of_the_layers() -> None:
+    shape = read_shape(read_config("deepseek-ai/DeepSeek-V3")[0])
+    assert plan_kv_bytes(shape, tensor_parallel=1, pipeline_parallel=2).layers_per_stage == 31
+
+
+def test_every_packaged_model_has_a_shape() -> None:
+    assert packaged_models()
+    for model in packaged_models():
+        assert read_shape(read_config(model)[0]).num_layers > 0
+
+
+def test_text_part_of_a_multimodal_configuration_counts() -> None:
+    shape = read_shape({"model_type": "vlm", "architectures": ["X"], "text_config": TINY_LLAMA})
+    assert (shape.model_type, shape.num_layers, shape.num_kv_heads) == ("llama", 2, 2)
+
+
+def test_kv_heads_default_to_the_attention_heads() -> None:
+    config = {key: value for key, value in TINY_LLAMA.items() if key != "num_key_value_heads"}
+    assert read_shape(config).num_kv_heads == 4
+
+
+def test_latent_rank_of_an_unknown_model_type_is_not_mla_and_is_said() -> None:
+    shape = read_shape({**TINY_LLAMA, "kv_lora_rank": 512})
+    assert shape.attention is AttentionKind.GROUPED_QUERY
+    assert any("no MLA layout" in note for note in shape.notes)
+
+
+def test_sliding_window_layers_are_said_to_be_an_upper_bound() -> None:
+    shape = read_shape({**TINY_LLAMA, "layer_types": ["sliding_attention", "full_attention"]})
+    assert shape.notes == (
+        "1 layers have a sliding window; the figures count them as full attention and are an upper bound",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**TINY_LLAMA, "linear_attn_config": {"head_dim": 128}}, "linear_attn_config"),
+        ({"model_type": "clip"}, "num_hidden_layers"),
+        ({"model_type": "x", "num_hidden_layers": 2}, "neither head_dim nor num_attention_heads"),
+    ],
+)
+def test_configuration_that_cannot_be_sized_is_refused_with_the_reason(config: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidSpec, match=message):
+        read_shape(config)
+
+
+def test_unknown_kv_dtype_names_the_known_ones() -> None:
+    with pytest.raises(InvalidSpec, match="'turboquant_4bit_nc' is not one of float32"):
+        plan_kv_bytes(read_shape(TINY_LLAMA), tensor_parallel=1, kv_dtype="turboquant_4bit_nc")
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(InvalidSpec, match="3 pipeline stages are more than the model's 2 layers"):
+        plan_kv_bytes(read_shape(TINY_LLAMA), tensor_parallel=1, pipeline_parallel=3)

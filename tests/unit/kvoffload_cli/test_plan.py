@@ -1,0 +1,145 @@
+"""`kubectl kvoffload plan`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvoffload.errors import InvalidSpec
+from kvoffload.layout.gate import LayoutDecision, LayoutReason
+from kvoffload.layout.model_bytes import read_shape
+from kvoffload_cli.__main__ import app
+from kvoffload_cli.models import read_config
+from kvoffload_cli.sizing import GIB, Engine, default_capacity, parse_quota, plan_sizing
+
+DEEPSEEK_V3 = read_shape(read_config("deepseek-ai/DeepSeek-V3")[0])
+LLAMA_70B = read_shape(read_config("meta-llama/Llama-3.1-70B-Instruct")[0])
+
+GOLDEN_PLANS = {
+    "plan-deepseek-v3": ["--model", "deepseek-ai/DeepSeek-V3", "--tp", "8", "--node-memory", "1Ti"],
+    "plan-kimi-k2-1gi": [
+        *("--model", "moonshotai/Kimi-K2-Instruct", "--tp", "16", "--nodes", "1", "--node-memory", "2Ti"),
+        *("--page-size", "1Gi", "--quota", "team-a=256Gi:512Gi", "--quota", "team-b=64Gi"),
+    ],
+    "plan-llama-70b-tp4": ["--model", "meta-llama/Llama-3.1-70B-Instruct", "--tp", "4", "--capacity", "400Gi"],
+    "plan-llama-70b-tp16": ["--model", "meta-llama/Llama-3.1-70B-Instruct", "--tp", "16", "--capacity", "400Gi"],
+    "plan-deepseek-v32-fp8": [
+        *("--model", "deepseek-ai/DeepSeek-V3.2", "--tp", "8", "--kv-dtype", "fp8", "--capacity", "512Gi"),
+        "--never-replicated",
+    ],
+}
+
+
+def run_plan(*arguments: str) -> str:
+    result = CliRunner().invoke(
+        app, ["plan", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"}, catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", GOLDEN_PLANS)
+def test_text_is_the_golden_one(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"{name}.txt", run_plan(*GOLDEN_PLANS[name]))
+
+
+def test_json_holds_the_same_figures(golden: Callable[[str, str], None]) -> None:
+    text = run_plan(*GOLDEN_PLANS["plan-deepseek-v3"], "-o", "json")
+    golden("plan-deepseek-v3.json", text)
+    document = json.loads(text)
+    assert document["bytesPerToken"] == 70_272
+    assert document["tokens"] == document["blocks"] * 64
+    assert document["layout"] == LayoutDecision.REPLICATED.value
+
+
+def test_a_config_json_is_enough(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(read_config("deepseek-ai/DeepSeek-V3")[0]))
+    assert "70,272 per token" in run_plan("--model", str(tmp_path), "--tp", "2", "--capacity", "64Gi")
+    assert "70,272 per token" in run_plan("--model", str(config), "--tp", "2", "--capacity", "64Gi")
+
+
+def test_newest_snapshot_of_the_local_hub_cache_is_found(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    config, source = read_config("some/model", hub_cache=tmp_path)
+    assert config == {"model_type": "llama"}
+    assert source == str(snapshot / "config.json")
+
+
+def test_unknown_model_says_what_to_give() -> None:
+    with pytest.raises(InvalidSpec, match=r"give the path of its config\.json"):
+        read_config("no/such-model", hub_cache=Path("/nonexistent"))
+
+
+def test_neither_capacity_nor_memory_is_refused() -> None:
+    result = CliRunner().invoke(app, ["plan", "--model", "deepseek-ai/DeepSeek-V3"])
+    assert result.exit_code == 2
+    assert "--node-memory" in result.output
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+def test_a_replicated_pool_holds_the_same_tokens_for_any_number_of_ranks(tp: int) -> None:
+    plan = plan_sizing(
+        Engine(shape=DEEPSEEK_V3, tensor_parallel=tp, block_tokens=64), capacity_bytes=512 * GIB, page_name="1Gi"
+    )
+    assert plan.num_tokens == 512 * (GIB // (70_272 * 64)) * 64
+    assert plan.plain_num_slots == 512 * GIB // (70_272 * 64 * tp)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (Engine(shape=DEEPSEEK_V3, tensor_parallel=8), LayoutReason.REPLICATED),
+        (Engine(shape=DEEPSEEK_V3, tensor_parallel=1), LayoutReason.ONE_RANK),
+        (Engine(shape=DEEPSEEK_V3, tensor_parallel=8, pipeline_parallel=2), LayoutReason.PIPELINE_PARALLEL),
+        (Engine(shape=DEEPSEEK_V3, tensor_parallel=8, replication_allowed=False), LayoutReason.FORBIDDEN),
+        (Engine(shape=LLAMA_70B, tensor_parallel=8), LayoutReason.NOT_MLA),
+        (Engine(shape=LLAMA_70B, tensor_parallel=16), LayoutReason.SHARED_HEADS),
+    ],
+)
+def test_layout_is_what_the_gate_says(engine: Engine, reason: LayoutReason) -> None:
+    assert plan_sizing(engine, capacity_bytes=64 * GIB, page_name="1Gi").verdict.reason is reason
+
+
+def test_engine_over_two_nodes_gets_no_plan() -> None:
+    with pytest.raises(InvalidSpec, match="MultiNode"):
+        plan_sizing(Engine(shape=DEEPSEEK_V3, tensor_parallel=8, num_nodes=2), capacity_bytes=64 * GIB, page_name="2Mi")
+
+
+def test_chunk_larger_than_an_extent_is_refused_with_what_to_change() -> None:
+    with pytest.raises(InvalidSpec, match="--page-size 1Gi"):
+        plan_sizing(
+            Engine(shape=LLAMA_70B, tensor_parallel=8, block_tokens=256), capacity_bytes=64 * GIB, page_name="2Mi"
+        )
+
+
+def test_capacity_between_pages_names_the_nearest() -> None:
+    with pytest.raises(InvalidSpec, match="100Mi and 102Mi"):
+        plan_sizing(Engine(shape=DEEPSEEK_V3, tensor_parallel=1), capacity_bytes=100 * 2**20 + 1, page_name="2Mi")
+
+
+def test_a_quarter_of_the_node_is_left_to_vllm_and_never_less_than_16_gib() -> None:
+    assert default_capacity(512 * GIB, 2 << 20) == 384 * GIB
+    assert default_capacity(32 * GIB, 2 << 20) == 16 * GIB
+    with pytest.raises(InvalidSpec, match="--capacity"):
+        default_capacity(16 * GIB, 2 << 20)
+
+
+@pytest.mark.parametrize("text", ["team-a", "=4Gi", "team-a=", "team-a=:4Gi"])
+def test_malformed_quota_shows_the_form(text: str) -> None:
+    with pytest.raises(InvalidSpec, match="NAMESPACE=GUARANTEED"):
+        parse_quota(text)
+
+
+def test_quota_above_capacity_is_refused() -> None:
+    with pytest.raises(InvalidSpec, match="guaranteed <= limit <= capacity"):
+        plan_sizing(
+            Engine(shape=DEEPSEEK_V3, tensor_parallel=1),
+            capacity_bytes=64 * GIB,
+            page_name="2Mi",
+            quotas=[("a", 65 * GIB, 0)],
+        )
