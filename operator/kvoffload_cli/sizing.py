@@ -7,6 +7,7 @@ they do cannot drift apart.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvoffload.api.pool import PageSize
 from kvoffload.errors import InvalidSpec
 from kvoffload.layout.gate import (
     GateFacts,
@@ -21,7 +22,7 @@ from kvoffload.layout.rows import RankPart, Row, plan_row
 from kvoffload.units import format_bytes, nearest_multiples, parse_quantity
 
 GIB = 1 << 30
-PAGE_BYTES = {"2Mi": 2 << 20, "1Gi": GIB}
+PAGE_BYTES = {size.value: size.num_bytes for size in PageSize}
 EXTENT_BYTES = {"2Mi": 64 << 20, "1Gi": GIB}
 """The region is given out in extents; a slot never straddles two of them."""
 
@@ -158,7 +159,12 @@ def plan_sizing(
             f"one chunk needs {row.slot_bytes} bytes, more than an extent of {format_bytes(extent_bytes)}; "
             "use --page-size 1Gi, a smaller --block-size or fewer --blocks-per-chunk"
         )
-    tokens_per_byte = engine.block_tokens * engine.blocks_per_chunk, row.slot_bytes
+    num_extents, slots_per_extent = capacity_bytes // extent_bytes, extent_bytes // row.slot_bytes
+    chunk = _Chunk(
+        num_tokens=engine.block_tokens * engine.blocks_per_chunk,
+        num_bytes=row.slot_bytes,
+        num_that_fit=num_extents * slots_per_extent,
+    )
     return SizingPlan(
         engine=engine,
         kv=kv,
@@ -168,9 +174,9 @@ def plan_sizing(
         page_name=page_name,
         capacity_bytes=capacity_bytes,
         num_pages=capacity_bytes // page_bytes,
-        num_extents=capacity_bytes // extent_bytes,
-        slots_per_extent=extent_bytes // row.slot_bytes,
-        quotas=tuple(_plan_quota(quota, capacity_bytes, tokens_per_byte) for quota in quotas),
+        num_extents=num_extents,
+        slots_per_extent=slots_per_extent,
+        quotas=tuple(_plan_quota(quota, capacity_bytes=capacity_bytes, chunk=chunk) for quota in quotas),
     )
 
 
@@ -221,7 +227,17 @@ def parse_quota(text: str) -> tuple[str, int, int]:
     return namespace, parse_quantity(guaranteed), parse_quantity(limit) if limit else 0
 
 
-def _plan_quota(quota: tuple[str, int, int], capacity_bytes: int, tokens_per_bytes: tuple[int, int]) -> QuotaPlan:
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    num_tokens: int
+    num_bytes: int
+    num_that_fit: int
+
+    def tokens_in(self, num_bytes: int) -> int:
+        return min(num_bytes // self.num_bytes, self.num_that_fit) * self.num_tokens
+
+
+def _plan_quota(quota: tuple[str, int, int], *, capacity_bytes: int, chunk: _Chunk) -> QuotaPlan:
     namespace, guaranteed, limit = quota
     limit = limit or capacity_bytes
     if not guaranteed <= limit <= capacity_bytes:
@@ -229,11 +245,10 @@ def _plan_quota(quota: tuple[str, int, int], capacity_bytes: int, tokens_per_byt
             f"quota of {namespace}: guaranteed {format_bytes(guaranteed)}, limit {format_bytes(limit)}, capacity "
             f"{format_bytes(capacity_bytes)}; needed guaranteed <= limit <= capacity"
         )
-    tokens, num_bytes = tokens_per_bytes
     return QuotaPlan(
         namespace=namespace,
         guaranteed_bytes=guaranteed,
         limit_bytes=limit,
-        guaranteed_tokens=guaranteed // num_bytes * tokens,
-        limit_tokens=limit // num_bytes * tokens,
+        guaranteed_tokens=chunk.tokens_in(guaranteed),
+        limit_tokens=chunk.tokens_in(limit),
     )

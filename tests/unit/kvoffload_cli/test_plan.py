@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
+from kvoffload.api.pool import KVOffloadPool
 from kvoffload.errors import InvalidSpec
 from kvoffload.layout.gate import LayoutDecision, LayoutReason
 from kvoffload.layout.model_bytes import read_shape
@@ -52,6 +54,20 @@ def test_json_holds_the_same_figures(golden: Callable[[str, str], None]) -> None
     assert document["bytesPerToken"] == 70_272
     assert document["tokens"] == document["blocks"] * 64
     assert document["layout"] == LayoutDecision.REPLICATED.value
+
+
+@pytest.mark.parametrize("name", GOLDEN_PLANS)
+def test_manifest_is_a_valid_pool_with_the_planned_pages(name: str) -> None:
+    document = json.loads(run_plan(*GOLDEN_PLANS[name], "-o", "json"))
+    spec = KVOffloadPool.from_manifest(yaml.safe_load(document["manifest"])).spec
+    assert spec.capacity == document["capacityBytes"]
+    assert spec.capacity == document["pages"] * spec.page_size.num_bytes
+    assert [quota.namespace for quota in spec.quotas] == [quota["namespace"] for quota in document["quotas"]]
+
+
+def test_a_quota_never_promises_more_tokens_than_fit() -> None:
+    document = json.loads(run_plan(*GOLDEN_PLANS["plan-kimi-k2-1gi"], "-o", "json"))
+    assert document["quotas"][1]["limit_tokens"] == document["tokens"]
 
 
 def test_a_config_json_is_enough(tmp_path: Path) -> None:
