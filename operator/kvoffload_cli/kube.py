@@ -1,0 +1,102 @@
+"""The plugin's only module that speaks to the API server. Reads; it never writes."""
+
+import json
+from typing import Any, Protocol
+
+import urllib3.exceptions
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+
+from kvoffload.errors import KVOffloadError
+
+PAGE_LENGTH = 500
+"""Objects in one answer of a list."""
+TIMEOUT_SECONDS = 15
+
+
+class ClusterUnavailable(KVOffloadError):
+    """The API server, or the way to it, does not answer as needed."""
+
+
+class Denied(KVOffloadError):
+    """RBAC does not let this user read it."""
+
+
+class Reader(Protocol):
+    """What observing needs of a cluster. The fixture of the tests is one as well."""
+
+    def list_objects(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:
+        """All objects of a collection; none where its kind does not exist. Raises Denied, ClusterUnavailable."""
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        """One object, None where there is none. Raises Denied, ClusterUnavailable."""
+
+    def text(self, path: str) -> str:
+        """What a proxied path answers. Raises Denied, ClusterUnavailable."""
+
+
+class ClusterReader:
+    """Reads through the user's own kubeconfig, as kubectl would."""
+
+    def __init__(self, *, kubeconfig: str | None = None, context: str | None = None) -> None:
+        try:
+            self._client: client.ApiClient = config.new_client_from_config(config_file=kubeconfig, context=context)
+        except ConfigException as error:
+            raise ClusterUnavailable(f"no usable kubeconfig ({error}); set KUBECONFIG, or give --kubeconfig") from error
+
+    def list_objects(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:
+        """All objects of a collection, page by page."""
+        items: list[dict[str, Any]] = []
+        query = [("limit", str(PAGE_LENGTH))] + ([("labelSelector", labels)] if labels else [])
+        following = ""
+        while True:
+            answer = self._request(path, [*query, ("continue", following)] if following else query)
+            if answer is None:
+                return []
+            page = json.loads(answer)
+            items += page["items"]
+            following = page["metadata"].get("continue", "")
+            if not following:
+                return items
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        """One object, None where there is none."""
+        answer = self._request(path, [])
+        return None if answer is None else json.loads(answer)
+
+    def text(self, path: str) -> str:
+        """What a proxied path answers."""
+        answer = self._request(path, [])
+        if answer is None:
+            raise ClusterUnavailable(f"{path}: not found")
+        return answer
+
+    def _request(self, path: str, query: "list[tuple[str, str]]") -> str | None:
+        request = self._client.param_serialize(
+            method="GET",
+            resource_path=path,
+            query_params=query,
+            header_params={"Accept": "application/json, text/plain;q=0.9"},
+            auth_settings=["BearerToken"],
+        )
+        try:
+            response = self._client.call_api(*request, _request_timeout=TIMEOUT_SECONDS)
+            text = str(response.read().decode("utf-8", "replace"))
+        except (ApiException, urllib3.exceptions.HTTPError) as error:
+            where = self._client.configuration.host
+            raise ClusterUnavailable(f"API server {where} does not answer: {error}") from error
+        if response.status == 404:
+            return None
+        if response.status in (401, 403):
+            raise Denied(f"reading {path} is not allowed ({response.status}): {_message(text)}")
+        if response.status >= 400:
+            raise ClusterUnavailable(f"reading {path} failed ({response.status}): {_message(text)}")
+        return text
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]

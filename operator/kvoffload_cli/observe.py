@@ -1,0 +1,349 @@
+"""From the API server's objects to `ClusterFacts`. Called by doctor, status, top and explain; the rest is pure."""
+
+import base64
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any, TypeVar
+
+from cryptography import x509
+from pydantic import ValidationError
+
+from kvoffload.api import keys
+from kvoffload.api.pool import KVOffloadPool, PageSize
+from kvoffload.api.region import KVOffloadRegion, RegionEngine
+from kvoffload.api.schema import build_crds
+from kvoffload.errors import InvalidSpec
+from kvoffload.units import parse_quantity
+from kvoffload_cli.facts import (
+    CertificateFacts,
+    ClusterFacts,
+    CRDFacts,
+    DaemonPod,
+    NodeFacts,
+    NodePages,
+    OptedInPod,
+    WebhookFacts,
+    Workload,
+)
+from kvoffload_cli.kube import Denied, Reader
+
+Manifest = Mapping[str, Any]
+_T = TypeVar("_T", KVOffloadPool, KVOffloadRegion)
+
+API = f"/apis/{keys.GROUP}/{keys.VERSION}"
+POOLS, REGIONS = f"{API}/{keys.POOL_PLURAL}", f"{API}/{keys.REGION_PLURAL}"
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+ADMISSION = "/apis/admissionregistration.k8s.io/v1"
+OURS = "app.kubernetes.io/name=kvoffload"
+FINISHED = ("Succeeded", "Failed")
+
+
+class Observation:
+    """Reads one thing after the other, and keeps what could not be read instead of stopping there."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.unreadable: list[str] = []
+        self.invalid: list[str] = []
+
+    def collection(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:
+        """A collection; empty, and noted, where RBAC forbids it."""
+        try:
+            return self.reader.list_objects(path, labels=labels)
+        except Denied as error:
+            self.unreadable.append(str(error))
+            return []
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        """One object; None, and noted, where RBAC forbids it."""
+        try:
+            return self.reader.get(path)
+        except Denied as error:
+            self.unreadable.append(str(error))
+            return None
+
+    def parse(self, manifests: Iterable[dict[str, Any]], make: Callable[[dict[str, Any]], _T]) -> tuple[_T, ...]:
+        """Our objects; one that this version cannot read is noted and left out."""
+        parsed = []
+        for manifest in manifests:
+            try:
+                parsed.append(make(manifest))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in first["loc"])
+                name = manifest.get("metadata", {}).get("name", "?")
+                self.invalid.append(f"{manifest.get('kind', 'object')} {name}: {where}: {first['msg']}")
+        return tuple(sorted(parsed, key=lambda one: one.name))
+
+
+def observe_pools(reader: Reader, *, now: datetime) -> ClusterFacts:
+    """Pools and regions: what `status` and `top` show."""
+    seen = Observation(reader)
+    pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
+    regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)
+    return ClusterFacts(
+        now=now,
+        server_version=(0, 0),
+        pools=pools,
+        regions=regions,
+        engines=engines_by_pod(regions),
+        unreadable=tuple(seen.unreadable),
+        invalid=tuple(seen.invalid),
+    )
+
+
+def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
+    """Everything that `doctor` and `explain` judge."""
+    seen = Observation(reader)
+    pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
+    regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)
+    pods = seen.collection("/api/v1/pods")
+    workloads = [workload_facts(one) for one in seen.collection("/apis/apps/v1/deployments", labels=OURS)]
+    secrets = [
+        secret
+        for namespace in sorted({workload.namespace for workload in workloads})
+        for secret in seen.collection(f"/api/v1/namespaces/{namespace}/secrets", labels=OURS)
+    ]
+    webhooks = [
+        fact
+        for kind in ("mutating", "validating")
+        for one in seen.collection(f"{ADMISSION}/{kind}webhookconfigurations", labels=OURS)
+        for fact in webhook_facts(one, kind=kind)
+    ]
+    return ClusterFacts(
+        now=now,
+        server_version=server_version(seen.get("/version") or {}),
+        nodes=tuple(node_facts(one, pods) for one in seen.collection("/api/v1/nodes")),
+        pools=pools,
+        regions=regions,
+        daemons=tuple(daemon_pod(pod) for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)),
+        workloads=tuple(workloads),
+        webhooks=tuple(webhooks),
+        serving_certificates=tuple(fact for one in secrets for fact in secret_certificates(one)),
+        crds=tuple(
+            crd_facts(expected, seen.get(f"{CRDS}/{expected['metadata']['name']}"))
+            for expected in build_crds().values()
+        ),
+        pods=tuple(opted_in_pod(pod) for pod in pods if labels_of(pod).get(keys.POOL_LABEL)),
+        unreadable=tuple(seen.unreadable),
+        invalid=tuple(seen.invalid),
+        engines=engines_by_pod(regions),
+    )
+
+
+def engines_by_pod(regions: Iterable[KVOffloadRegion]) -> dict[tuple[str, str], tuple[RegionEngine, ...]]:
+    """Engines of all regions by their pod."""
+    found: dict[tuple[str, str], tuple[RegionEngine, ...]] = {}
+    for region in regions:
+        for engine in region.status.engines:
+            pod = (engine.pod_namespace, engine.pod_name)
+            found[pod] = (*found.get(pod, ()), engine)
+    return found
+
+
+def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
+    """A node and the huge pages that pods on it asked for."""
+    status, name = node["status"], node["metadata"]["name"]
+    here = [
+        pod
+        for pod in pods
+        if pod["spec"].get("nodeName") == name and pod.get("status", {}).get("phase") not in FINISHED
+    ]
+    pages = {}
+    for size in PageSize:
+        if size.resource_name not in status.get("allocatable", {}):
+            continue
+        by_pool: dict[str, int] = {}
+        by_others = 0
+        for pod in here:
+            requested = requested_bytes(pod, size.resource_name)
+            pool = labels_of(pod).get(keys.DAEMON_OF_LABEL)
+            if pool:
+                by_pool[pool] = by_pool.get(pool, 0) + requested
+            else:
+                by_others += requested
+        pages[size.value] = NodePages(
+            capacity_bytes=parse_quantity(status["capacity"][size.resource_name]),
+            allocatable_bytes=parse_quantity(status["allocatable"][size.resource_name]),
+            requested_bytes_by_pool=by_pool,
+            requested_bytes_by_others=by_others,
+        )
+    return NodeFacts(
+        name=name,
+        labels=labels_of(node),
+        is_ready=has_condition(status, "Ready"),
+        is_schedulable=not node["spec"].get("unschedulable", False),
+        memory_bytes=parse_quantity(status.get("capacity", {}).get("memory", "0")),
+        kubelet_version=status.get("nodeInfo", {}).get("kubeletVersion", ""),
+        pages=pages,
+    )
+
+
+def requested_bytes(pod: Manifest, resource: str) -> int:
+    """What a pod asks of a resource: its containers' sum, or its largest init container."""
+    of_containers = [_request(container, resource) for container in pod["spec"].get("containers", [])]
+    of_init = [_request(container, resource) for container in pod["spec"].get("initContainers", [])]
+    return max(sum(of_containers), *of_init, 0)
+
+
+def opted_in_pod(pod: Manifest) -> OptedInPod:
+    """A pod that carries the opt-in label."""
+    metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
+    annotations = metadata.get("annotations", {})
+    ready = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), None)
+    return OptedInPod(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        node=spec.get("nodeName", ""),
+        phase=status.get("phase", "Pending"),
+        is_deleting="deletionTimestamp" in metadata,
+        created=timestamp(metadata["creationTimestamp"]),
+        ready_since=timestamp(ready["lastTransitionTime"]) if ready and ready["status"] == "True" else None,
+        pool=metadata["labels"][keys.POOL_LABEL],
+        injected_version=annotations.get(keys.INJECTED_ANNOTATION, ""),
+        skip_reason=annotations.get(keys.SKIP_REASON_ANNOTATION, ""),
+        predicted_layout=annotations.get(keys.REPLICATED_LAYOUT_ANNOTATION, ""),
+        has_volume=any(volume["name"] == keys.VOLUME_NAME for volume in spec.get("volumes", [])),
+        containers=tuple(container["name"] for container in spec["containers"]),
+    )
+
+
+def daemon_pod(pod: Manifest) -> DaemonPod:
+    """A pod of ours on a node."""
+    status = pod.get("status", {})
+    containers = status.get("containerStatuses", [])
+    unscheduled = next(
+        (
+            f"not scheduled: {one.get('message', one.get('reason', ''))}"
+            for one in status.get("conditions", [])
+            if one["type"] == "PodScheduled" and one["status"] == "False"
+        ),
+        "",
+    )
+    waiting = [
+        f"{container['name']} {container['state']['waiting'].get('reason', 'waits')}"
+        for container in containers
+        if "waiting" in container.get("state", {})
+    ]
+    return DaemonPod(
+        namespace=pod["metadata"]["namespace"],
+        name=pod["metadata"]["name"],
+        node=pod["spec"].get("nodeName", ""),
+        pool=labels_of(pod)[keys.DAEMON_OF_LABEL],
+        phase=status.get("phase", "Pending"),
+        is_ready=has_condition(status, "Ready"),
+        num_restarts=sum(container.get("restartCount", 0) for container in containers),
+        waiting=unscheduled or ", ".join(waiting),
+    )
+
+
+def workload_facts(deployment: Manifest) -> Workload:
+    """A Deployment of the release."""
+    return Workload(
+        namespace=deployment["metadata"]["namespace"],
+        name=deployment["metadata"]["name"],
+        component=labels_of(deployment).get("app.kubernetes.io/component", ""),
+        num_desired=deployment["spec"].get("replicas", 1),
+        num_ready=deployment.get("status", {}).get("readyReplicas", 0),
+    )
+
+
+def webhook_facts(configuration: Manifest, *, kind: str) -> Iterable[WebhookFacts]:
+    """Every webhook of one configuration."""
+    name = configuration["metadata"]["name"]
+    for webhook in configuration.get("webhooks", []):
+        service = webhook["clientConfig"].get("service", {})
+        bundle = webhook["clientConfig"].get("caBundle", "")
+        yield WebhookFacts(
+            configuration=name,
+            name=webhook["name"],
+            kind=kind,
+            failure_policy=webhook.get("failurePolicy", "Fail"),
+            service=f"{service.get('namespace', '')}/{service.get('name', '')}",
+            authorities=certificates(base64.b64decode(bundle), where=f"caBundle of {name}"),
+        )
+
+
+def secret_certificates(secret: Manifest) -> tuple[CertificateFacts, ...]:
+    """The serving certificate in a secret, empty where it holds none."""
+    data = secret.get("data") or {}
+    where = f"secret {secret['metadata']['namespace']}/{secret['metadata']['name']}"
+    return certificates(base64.b64decode(data.get("tls.crt", "")), where=where)[:1]
+
+
+def certificates(pem: bytes, *, where: str) -> tuple[CertificateFacts, ...]:
+    """The certificates of a PEM bundle; an unreadable bundle is empty, which the checks report as missing."""
+    try:
+        parsed = x509.load_pem_x509_certificates(pem) if pem.strip() else []
+    except ValueError:
+        parsed = []
+    return tuple(
+        CertificateFacts(
+            where=where,
+            subject=one.subject.rfc4514_string(),
+            issuer=one.issuer.rfc4514_string(),
+            not_before=one.not_valid_before_utc,
+            not_after=one.not_valid_after_utc,
+        )
+        for one in parsed
+    )
+
+
+def crd_facts(expected: Manifest, installed: Manifest | None) -> CRDFacts:
+    """An installed CRD beside the one of this version."""
+    name = expected["metadata"]["name"]
+    version = next(
+        (one for one in (installed or {}).get("spec", {}).get("versions", []) if one["name"] == keys.VERSION), None
+    )
+    wanted = field_paths(expected["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    found = field_paths(version["schema"]["openAPIV3Schema"]) if version else set()
+    return CRDFacts(
+        name=name,
+        is_established=installed is not None and has_condition(installed.get("status", {}), "Established"),
+        serves_version=bool(version and version.get("served")),
+        missing_fields=tuple(sorted(wanted - found)),
+    )
+
+
+def field_paths(schema: Manifest, prefix: str = "") -> set[str]:
+    """Dotted paths of all properties of a structural schema."""
+    paths: set[str] = set()
+    for name, child in schema.get("properties", {}).items():
+        paths.add(f"{prefix}{name}")
+        paths |= field_paths(child, f"{prefix}{name}.")
+    if isinstance(schema.get("items"), Mapping):
+        paths |= field_paths(schema["items"], f"{prefix.removesuffix('.')}[].")
+    return paths
+
+
+def server_version(answer: Manifest) -> tuple[int, int]:
+    """Major and minor; (0, 0) where it could not be read."""
+    try:
+        return int(answer["major"]), int(str(answer["minor"]).rstrip("+"))
+    except (KeyError, ValueError):
+        return 0, 0
+
+
+def has_condition(status: Manifest, kind: str) -> bool:
+    """Whether the condition is True."""
+    return any(one["type"] == kind and one["status"] == "True" for one in status.get("conditions", []))
+
+
+def labels_of(manifest: Manifest) -> Mapping[str, str]:
+    """Labels, empty where there are none."""
+    return manifest["metadata"].get("labels") or {}
+
+
+def timestamp(text: str) -> datetime:
+    """A Kubernetes time."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def _request(container: Manifest, resource: str) -> int:
+    resources = container.get("resources", {})
+    amount = resources.get("requests", {}).get(resource) or resources.get("limits", {}).get(resource) or "0"
+    try:
+        return parse_quantity(amount)
+    except InvalidSpec:
+        return 0
