@@ -57,7 +57,7 @@ def _start_all(settings: ClusterSettings, programs: list[Path]) -> None:
     machine.ensure_mounts(settings, record)
     if machine.ensure_hugepages(settings, record):
         processes.stop("kubelet", settings)
-    machine.ensure_network(settings)
+    machine.ensure_network(settings, record)
     machine.ensure_cgroups(settings)
     _ensure_started("etcd", settings)
     _ensure_started("apiserver", settings)
@@ -83,13 +83,13 @@ def down(settings: ClusterSettings) -> None:
         _end_pods(settings)
         for name in (*reversed(NODE), *reversed(CONTROL_PLANE)):
             processes.stop(name, settings)
-        machine.release_mounts(settings, record)
         machine.release_cgroups(settings)
         machine.release_network(settings, record)
+        machine.release_mounts(settings, record)
         machine.release_hugepages(settings, record)
-        for folder in (*map(Path, record.folders), settings.run, *_stored_folders(settings)):
-            shutil.rmtree(folder, ignore_errors=True)
-        _remove_dangling_container_logs()
+        _remove_container_log_links(settings)
+        for path in (*map(Path, record.folders), *_stored_paths(settings), settings.run):
+            _remove(path)
         _report_what_is_left(settings)
 
 
@@ -170,15 +170,22 @@ def _end_pods(settings: ClusterSettings) -> None:
         processes.end_process(pid, patience_seconds=2)
 
 
-def _stored_folders(settings: ClusterSettings) -> list[Path]:
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _stored_paths(settings: ClusterSettings) -> list[Path]:
     return [path for path in settings.state.iterdir() if path != settings.logs] if settings.state.is_dir() else []
 
 
-def _remove_dangling_container_logs() -> None:
+def _remove_container_log_links(settings: ClusterSettings) -> None:
     """The kubelet keeps links to its containers' logs in one fixed folder."""
     folder = Path("/var/log/containers")
     for link in folder.iterdir() if folder.is_dir() else []:
-        if link.is_symlink() and not link.exists():
+        if link.is_symlink() and link.readlink().is_relative_to(settings.logs):
             link.unlink()
 
 

@@ -21,6 +21,7 @@ HUGEPAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 HUGETLBFS = Path("/dev/hugepages")
 NODE_STATE = Path("/var/lib/kvoffload")  # where the chart keeps the daemons' state on a node
 CGROUPS = Path("/sys/fs/cgroup")
+NAMESPACES = Path("/run/netns")
 CGROUP_V2_CONTROLLERS = ("cpuset", "cpu", "io", "memory", "hugetlb", "pids")
 
 
@@ -82,10 +83,12 @@ def ensure_mounts(settings: ClusterSettings, record: MachineRecord) -> None:
 
 def release_mounts(settings: ClusterSettings, record: MachineRecord) -> None:
     """Unmount what lies below the cluster's folders, and what `ensure_mounts` mounted."""
-    below = [
-        path for path in read_mount_points() if path.is_relative_to(settings.state) or path.is_relative_to(settings.run)
-    ]
-    for path in [*reversed(below), *(Path(path) for path in reversed(record.mounts))]:
+    own = (settings.state, settings.run)
+    below = [path for path in read_mount_points() if any(path.is_relative_to(folder) for folder in own)]
+    mounted = [Path(path) for path in reversed(record.mounts)]
+    if NAMESPACES in mounted and any(NAMESPACES.iterdir()):
+        mounted.remove(NAMESPACES)  # somebody else uses it by now
+    for path in [*reversed(below), *mounted]:
         if path in read_mount_points():
             run(["umount", "-l", path])
     if str(CGROUPS / "hugetlb") in record.mounts:
@@ -144,15 +147,18 @@ def release_cgroups(settings: ClusterSettings) -> None:
         timeout_seconds=20,
         explain=lambda: f"still there: {sorted(read_cgroup_processes(settings))}",
     )
-    for root in cgroup_folders(settings):
+    for root in (*cgroup_folders(settings), CGROUPS / "unified" / settings.name):
         if root.is_dir():
             for folder, _, _ in os.walk(root, topdown=False):
                 Path(folder).rmdir()
 
 
-def ensure_network(settings: ClusterSettings) -> None:
+def ensure_network(settings: ClusterSettings, record: MachineRecord) -> None:
     """Make the node's namespace, the veth pair, and the routes between this host and the pods."""
     name, host_end = settings.name, f"{settings.name}-h"
+    if NAMESPACES not in read_mount_points():
+        record.mounts.append(str(NAMESPACES))  # `ip netns add` mounts the folder on itself
+        record.write(settings.run)
     if settings.namespace_path not in read_mount_points("nsfs"):
         settings.namespace_path.unlink(missing_ok=True)  # left by a reboot where /run is on a disk
         run(["ip", "netns", "add", name])
@@ -169,8 +175,7 @@ def ensure_network(settings: ClusterSettings) -> None:
 
 def release_network(settings: ClusterSettings, record: MachineRecord) -> None:
     """Remove the namespaces (the pods' too), the veth pair and with it the route."""
-    namespaces = Path("/run/netns")
-    for entry in sorted(namespaces.iterdir()) if namespaces.is_dir() else []:
+    for entry in sorted(NAMESPACES.iterdir()) if NAMESPACES.is_dir() else []:
         is_pod_of_ours = re.fullmatch(r"cni-[0-9a-f-]+", entry.name) and entry.name not in record.namespaces_before
         if is_pod_of_ours or entry.name == settings.name:
             run(["ip", "netns", "del", entry.name])

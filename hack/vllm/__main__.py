@@ -1,0 +1,27 @@
+"""Prepare vLLM by hand: `python -m hack.vllm environment [VERSION]` or `... model NAME`; prints the folder."""
+
+import argparse
+
+from hack.console import main_guard, say
+from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
+from hack.vllm.models import ensure_model
+
+
+def main() -> None:
+    """Make what was asked for and print where it is."""
+    parser = argparse.ArgumentParser(prog="python -m hack.vllm", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    environment = commands.add_parser("environment")
+    environment.add_argument("version", nargs="?", default=DEFAULT_VERSION)
+    model = commands.add_parser("model")
+    model.add_argument("name")
+    options = parser.parse_args()
+    say(
+        str(
+            ensure_vllm_environment(options.version) if options.command == "environment" else ensure_model(options.name)
+        )
+    )
+
+
+if __name__ == "__main__":
+    main_guard(main)

