@@ -4,11 +4,9 @@ Runs in vLLM's scheduler and worker processes (`kvoffload_engine`), and in the d
 connection after a successful `Hello`; `Connector` keeps one alive: it connects in a thread of its own, so that the
 thread that schedules or computes only ever looks at a finished session.
 
-    Connector.current() ── None: no daemon, everything is a miss
-           │   ▲
-           │   └── thread: connect, Hello, Welcome (+ descriptors), then it ends
-           └── Session.send / Session.receive from the owner's thread; any error closes the session, and the next
-               `current()` starts a thread again, after a pause that doubles up to `MAX_PAUSE_SECONDS`
+    Connector's thread:  connect, Hello, Welcome (+ descriptors) -> on_connected -> watch until it ends -> pause,
+    again owner's thread:      current() -> None: no daemon, everything is a miss
+                                   -> Session: send, receive; any error closes it
 """
 
 import contextlib
@@ -40,6 +38,8 @@ MIN_PAUSE_SECONDS = 0.2
 MAX_PAUSE_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
 """How long one attempt to connect and be welcomed may take; in the background only."""
+WATCH_SECONDS = 0.5
+"""How soon the thread notices that the owner closed the session."""
 _RECEIVE_BYTES = 1 << 18
 
 Wanted = TypeVar("Wanted", bound=Message)
@@ -56,11 +56,11 @@ def decode_from_daemon(payload: bytes) -> FromDaemon:
 
 
 class Session:
-    """One welcomed connection. Used by one thread at a time; closed by its first error, and then says so for ever.
+    """One welcomed connection; closed by its first error, and then says so for ever.
 
-    `welcome` is the daemon's answer; `descriptors` came with it ([region, lock] for a worker, [lock] for a
-    scheduler) and belong to the session until `take_descriptors`. The lock must stay open as long as this process
-    may touch the region.
+    Threads may send and receive at the same time; a message is received by one of them. `welcome` is the daemon's
+    answer; `descriptors` came with it ([region, lock] for a worker, [lock] for a scheduler) and belong to the
+    session until `take_descriptors`. The lock must stay open as long as this process may touch the region.
     """
 
     def __init__(self, sock: socket.socket, welcome: Welcome, descriptors: list[int], reader: FrameReader) -> None:
@@ -70,8 +70,7 @@ class Session:
         self._reader = reader
         self._unsent = bytearray()
         self._closed_because = ""
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._lock = threading.RLock()
         sock.setblocking(False)
 
     @classmethod
@@ -104,11 +103,18 @@ class Session:
                 raise ProtocolError(f"the daemon answered a hello with {type(answer).__name__}, needed Welcome")
             return cls(sock, answer, descriptors, reader)
         except OSError as error:
-            _close_all(sock, descriptors)
+            sock.close()
+            _close_descriptors(descriptors)
             raise DaemonUnavailable(f"no daemon at {path} within {timeout_seconds:g} s: {error}") from error
         except BaseException:
-            _close_all(sock, descriptors)
+            sock.close()
+            _close_descriptors(descriptors)
             raise
+
+    def __del__(self) -> None:
+        """Close the socket and what nobody took."""
+        self._sock.close()
+        _close_descriptors(self.descriptors)
 
     @property
     def is_open(self) -> bool:
@@ -120,6 +126,10 @@ class Session:
         """What ended the session, empty while it is open."""
         return self._closed_because
 
+    def fileno(self) -> int:
+        """The socket, to be polled."""
+        return self._sock.fileno()
+
     def take_descriptors(self) -> list[int]:
         """The welcome's descriptors; the caller closes them."""
         taken, self.descriptors = self.descriptors, []
@@ -127,36 +137,34 @@ class Session:
 
     def send(self, *messages: Message) -> None:
         """Queue the messages and write what the socket takes now; never waits. Raises DaemonUnavailable."""
-        self._require_open()
-        for message in messages:
-            self._unsent += pack_frame(_encoder.encode(message))
-        self._flush()
-        if len(self._unsent) > MAX_BACKLOG_BYTES:
-            self._fail(f"{len(self._unsent)} bytes wait to be sent, allowed are {MAX_BACKLOG_BYTES}: it does not read")
+        with self._lock:
+            self._require_open()
+            for message in messages:
+                self._unsent += pack_frame(_encoder.encode(message))
+            self._flush()
+            if len(self._unsent) > MAX_BACKLOG_BYTES:
+                self._fail(
+                    f"{len(self._unsent)} bytes wait to be sent, allowed are {MAX_BACKLOG_BYTES}: it does not read"
+                )
 
     def receive(self, timeout_seconds: float = 0.0) -> list[FromDaemon]:
         """What has come, waiting up to `timeout_seconds` for at least one message. Raises DaemonUnavailable.
 
         A message that the protocol does not allow closes the session too.
         """
-        self._require_open()
         deadline = time.monotonic() + timeout_seconds
-        messages: list[FromDaemon] = []
         while True:
-            if self._unsent:
-                self._flush()
-            self._read_available()
-            try:
-                while (payload := self._reader.next_frame()) is not None:
-                    messages.append(decode_from_daemon(payload))
-            except ProtocolError as error:
-                self._fail(str(error))
+            with self._lock:
+                self._require_open()
+                messages = self._receive_available()
+                wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
             remaining = deadline - time.monotonic()
             if messages or remaining <= 0:
                 return messages
-            self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            poll = select.poll()
+            poll.register(self._sock, wanted)
             # poll waits whole milliseconds, rounded up: a deadline is overrun by less than one.
-            self._poll.poll(remaining * 1000)
+            poll.poll(remaining * 1000)
 
     def wait_for(self, wanted: type[Wanted], timeout_seconds: float) -> Wanted:
         """Receive until a message of this type comes; others are dropped. For tests and tools, not for a
@@ -169,10 +177,11 @@ class Session:
         raise DaemonUnavailable(f"no {wanted.__name__} came within {timeout_seconds:g} s")
 
     def close(self, because: str = "closed by this process") -> None:
-        """Close the connection and the descriptors that nobody took. Safe to call again."""
+        """End the connection. Safe to call again, and from any thread: the descriptors go with the object."""
         if not self._closed_because:
             self._closed_because = because
-            _close_all(self._sock, self.take_descriptors())
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def _require_open(self) -> None:
         if self._closed_because:
@@ -192,112 +201,136 @@ class Session:
         except OSError as error:
             self._fail(f"the daemon's socket failed on write: {error}")
 
-    def _read_available(self) -> None:
+    def _receive_available(self) -> list[FromDaemon]:
+        if self._unsent:
+            self._flush()
+        messages: list[FromDaemon] = []
+        ended = ""
         try:
             while True:
                 data = self._sock.recv(_RECEIVE_BYTES)
                 if not data:
-                    self._fail("the daemon closed the connection")
+                    ended = "the daemon closed the connection"
+                    break
                 self._reader.feed(data)
                 if len(data) < _RECEIVE_BYTES:
-                    return
+                    break
         except BlockingIOError:
-            return
+            pass
         except OSError as error:
-            self._fail(f"the daemon's socket failed on read: {error}")
+            ended = f"the daemon's socket failed on read: {error}"
+        try:
+            while (payload := self._reader.next_frame()) is not None:
+                messages.append(decode_from_daemon(payload))
+        except ProtocolError as error:
+            ended = str(error)
+        if ended and not messages:
+            self._fail(ended)
+        if ended:
+            self.close(ended)
+        return messages
 
 
 class Connector:
-    """Keeps a session to the daemon: `current()` never blocks and returns an open session or None.
+    """Keeps a session to the daemon. `current()` never blocks and returns an open session or None.
 
-    `make_hello` is called in the connecting thread for each attempt; `on_event` gets one line for the log whenever
-    the state changes (connected, refused, lost), from whichever thread noticed.
+    One thread connects, and connects again when the session ends. In that thread: `make_hello` before each attempt,
+    `on_connected` with a new session before anybody else sees it (map the region, re-assert what is held),
+    `on_readable` whenever something can be received (None: the owner receives), and `on_event` with one line for the
+    log when the state changes.
     """
 
-    def __init__(self, path: str, make_hello: Callable[[], Hello], on_event: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        make_hello: Callable[[], Hello],
+        on_connected: Callable[[Session], None],
+        on_event: Callable[[str], None],
+        on_readable: Callable[[Session], None] | None = None,
+    ) -> None:
         self._path = path
         self._make_hello = make_hello
+        self._on_connected = on_connected
         self._on_event = on_event
-        self._lock = threading.Lock()
+        self._on_readable = on_readable
         self._session: Session | None = None
-        self._thread: threading.Thread | None = None
-        self._pause_seconds = 0.0
-        self._not_before = 0.0
+        self._stopped = threading.Event()
+        self._attempted = threading.Event()
         self._last_event = ""
-        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="kvoffload-session", daemon=True)
         self.refused: SessionRefused | None = None
         """The daemon's last refusal, None once it has welcomed this client."""
 
-    def current(self) -> Session | None:
-        """The open session, or None; then a thread tries to connect unless one does already or the pause lasts."""
-        session = self._session
-        if session is not None and session.is_open:
-            return session
-        self._ensure_connecting(session)
-        return None
-
-    def connect_now(self, timeout_seconds: float) -> Session | None:
-        """Wait for a session: at start, where waiting is allowed."""
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            session = self.current()
-            if session is not None:
-                return session
-            thread = self._thread
-            if thread is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            elif self.refused is not None or self._stopped:
-                return None
-            else:
-                time.sleep(min(0.05, max(0.0, deadline - time.monotonic())))
+    def start(self, wait_seconds: float = 0.0) -> Session | None:
+        """Begin to connect; wait for the first attempt to end, where waiting is allowed (at start)."""
+        self._thread.start()
+        if wait_seconds:
+            self._attempted.wait(wait_seconds)
         return self.current()
 
+    def current(self) -> Session | None:
+        """The open session, or None: then everything is a miss, and the thread is at it."""
+        session = self._session
+        return session if session is not None and session.is_open else None
+
     def close(self) -> None:
-        """End the session and any attempt; `current()` returns None from now on."""
-        with self._lock:
-            self._stopped = True
-            session, self._session = self._session, None
+        """End the session and the thread; `current()` returns None from now on."""
+        self._stopped.set()
+        session, self._session = self._session, None
         if session is not None:
             session.close()
 
-    def _ensure_connecting(self, dead: Session | None) -> None:
-        with self._lock:
-            if dead is not None and self._session is dead:
-                self._session = None
-                self._say(f"the session with the node daemon ended: {dead.closed_because}")
-            if self._stopped or self._thread is not None or time.monotonic() < self._not_before:
-                return
-            self._thread = threading.Thread(target=self._attempt, name="kvoffload-connect", daemon=True)
-            self._thread.start()
+    def _run(self) -> None:
+        pause_seconds = 0.0
+        while not self._stopped.is_set():
+            session = self._attempt()
+            self._attempted.set()
+            if session is None:
+                pause_seconds = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 2 * pause_seconds))
+                self._stopped.wait(pause_seconds)
+                continue
+            pause_seconds = 0.0
+            self._watch(session)
+            if not self._stopped.is_set():
+                self._say(f"the session with the node daemon ended: {session.closed_because}")
+                self._stopped.wait(MIN_PAUSE_SECONDS)
 
-    def _attempt(self) -> None:
-        session: Session | None = None
-        said = ""
+    def _attempt(self) -> Session | None:
         try:
             session = Session.connect(self._path, self._make_hello())
-            self.refused = None
+            self._on_connected(session)
         except SessionRefused as error:
             self.refused = error
-            said = f"the node daemon refused this engine: {error.reason.value}: {error}"
+            self._say(f"the node daemon refused this engine: {error.reason.value}: {error}")
         except (DaemonUnavailable, ProtocolError) as error:
-            said = f"no session with the node daemon: {error}"
-        except Exception as error:  # noqa: BLE001 - a thread must not die silently, and vLLM must go on without us
-            said = f"connecting to the node daemon failed: {type(error).__name__}: {error}"
-        with self._lock:
-            self._thread = None
-            if session is None:
-                self._pause_seconds = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 2 * self._pause_seconds))
-                self._not_before = time.monotonic() + self._pause_seconds
-            elif self._stopped:
-                session.close()
-            else:
-                self._pause_seconds = 0.0
-                self._session = session
-                said = f"connected to the node daemon {session.welcome.daemon_version} (epoch {session.welcome.epoch})"
-            self._say(said)
+            self._say(f"no session with the node daemon: {error}")
+        except Exception as error:  # noqa: BLE001 - this thread must not die: vLLM goes on without us and we try again
+            self._say(f"connecting to the node daemon failed: {type(error).__name__}: {error}")
+        else:
+            self.refused = None
+            self._session = session
+            self._say(f"connected to the node daemon {session.welcome.daemon_version} (epoch {session.welcome.epoch})")
+            return session
+        return None
+
+    def _watch(self, session: Session) -> None:
+        poll = select.poll()
+        poll.register(session, select.POLLRDHUP | (select.POLLIN if self._on_readable else 0))
+        while session.is_open and not self._stopped.is_set():
+            for _, event in poll.poll(WATCH_SECONDS * 1000):
+                try:
+                    if self._on_readable is not None and event & select.POLLIN:
+                        self._on_readable(session)
+                    elif event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
+                        session.close("the daemon closed the connection")
+                except DaemonUnavailable:
+                    continue  # the session is closed and says why
+                except Exception as error:  # noqa: BLE001 - as above: this session ends, the thread goes on
+                    session.close(f"{type(error).__name__}: {error}")
 
     def _say(self, line: str) -> None:
-        if line and line != self._last_event:
+        if line != self._last_event:
             self._last_event = line
             self._on_event(line)
 
@@ -341,8 +374,7 @@ def refusal_reason(text: str) -> RefusalReason:
         return RefusalReason.NOT_READY
 
 
-def _close_all(sock: socket.socket, descriptors: list[int]) -> None:
-    sock.close()
+def _close_descriptors(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
