@@ -1,0 +1,79 @@
+# Everything a developer runs. A target's comment is its help text: `make help`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+export KVOFFLOAD_CACHE ?= $(HOME)/.cache/kvoffload
+UV_VERSION := 0.13.9
+UV := $(or $(shell command -v uv 2>/dev/null),$(KVOFFLOAD_CACHE)/uv/bin/uv)
+PYTHON := .venv/bin/python
+SYNCED := .venv/.synced
+PYTEST := $(PYTHON) -m pytest
+
+.PHONY: help
+help: ## print this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# ---------------------------------------------------------------- set-up, by itself when needed
+$(KVOFFLOAD_CACHE)/uv/bin/uv:
+	python3 -m venv $(KVOFFLOAD_CACHE)/uv
+	$(KVOFFLOAD_CACHE)/uv/bin/pip install --quiet uv==$(UV_VERSION)
+
+$(SYNCED): pyproject.toml uv.lock $(UV)
+	$(UV) sync --frozen --all-extras --quiet
+	touch $@
+
+# ---------------------------------------------------------------- see it work
+.PHONY: demo demo-down
+demo: $(SYNCED) ## the whole system on a real local cluster: pool, two vLLM servers, shared cache, figures
+	$(PYTHON) -m hack.demo
+
+demo-down: cluster-down ## give back everything that the demo and the cluster took from this machine
+
+# ---------------------------------------------------------------- tests
+.PHONY: test lint test-unit test-engine test-e2e test-gpu test-long bench docs
+test: lint test-unit test-engine test-e2e ## everything: lint, types, unit, property, real vLLM, real cluster
+
+lint: $(SYNCED) ## style, types, import contracts
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/mypy -p hack
+	.venv/bin/lint-imports
+
+test-unit: $(SYNCED) ## unit, property and concurrency tests (2 to 3 minutes)
+	$(PYTEST) -m "not long and not engine and not e2e and not gpu" tests
+
+test-engine: $(SYNCED) ## a real vLLM in processes, tensor parallel size 2
+	$(PYTHON) -m hack.vllm environment
+	$(PYTEST) -m "engine and not long" tests
+
+test-e2e: $(SYNCED) ## the steps of the demo and more, asserted on the real local cluster
+	$(PYTEST) -m "e2e and not long" tests
+
+test-gpu: $(SYNCED) ## byte equality and bandwidth on a CUDA device; skips with the reason where there is none
+	$(PYTEST) -m gpu tests/gpu
+
+test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version matrix (an hour or more)
+	$(PYTEST) -m long tests
+
+bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json
+	$(PYTHON) -m bench
+
+docs: $(SYNCED) ## build the documentation into site/
+	.venv/bin/mkdocs build --strict
+
+# ---------------------------------------------------------------- parts
+.PHONY: image cluster-up cluster-down env
+image: $(SYNCED) ## build the operator's and the node's images
+	$(PYTHON) -m hack.images
+
+cluster-up: $(SYNCED) ## start the local cluster (built the first time); a no-op when it runs
+	$(PYTHON) -m hack.cluster up
+
+cluster-down: $(SYNCED) ## stop the local cluster and give everything back
+	$(PYTHON) -m hack.cluster down
+
+env: $(SYNCED) ## print the export lines for KUBECONFIG and PATH: eval "$(make -s env)"
+	@$(PYTHON) -m hack.cluster env
