@@ -1,0 +1,1 @@
+"""What the node has: hugepages, limits, NUMA nodes. A path in, a value out."""

@@ -1,0 +1,1 @@
+"""The index: which key stands in which slot, who leases it, and what may be evicted."""

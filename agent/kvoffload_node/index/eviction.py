@@ -1,0 +1,69 @@
+"""What to evict: the coldest slot of a slab, or the coldest whole extent of a tenant.
+
+Runs in the node daemon, called by `tenant.py` and by the pool when an extent has to move. Coldness is the tick of the last
+use. A slab takes its own coldest slot, unless a whole extent elsewhere is colder than that: so extents follow demand, and
+what is evicted is always (by the extent's own measure, its last use) the least recently used.
+"""
+
+import heapq
+from typing import TYPE_CHECKING
+
+from kvoffload_node.index.quotas import Account
+from kvoffload_node.index.slots import Extent, Slab
+
+if TYPE_CHECKING:
+    from kvoffload_node.index.tenant import TenantIndex
+
+
+def coldest_slot(slab: Slab, account: Account) -> tuple[int, int] | None:
+    """Offset and tick of the slot to evict for `account`, or None if all are leased, written or guaranteed to others."""
+    best: tuple[int, int] | None = None
+    for owner, lru in slab.evictable.items():
+        if lru and owner.may_lose(slab.slot_bytes, to=account):
+            offset, tick = next(iter(lru.items()))
+            if best is None or tick < best[1]:
+                best = (offset, tick)
+    return best
+
+
+class ColdExtents:
+    """A tenant's extents by coldness: a heap whose entries may lag behind, which is harmless as ticks only grow."""
+
+    def __init__(self, index: "TenantIndex") -> None:
+        self._index = index
+        self._heap: list[tuple[int, int]] = []
+
+    def add(self, extent: Extent) -> None:
+        """Count an extent that was just cut."""
+        heapq.heappush(self._heap, (extent.last_used, extent.position))
+
+    def coldest(self, *, before: int, account: Account) -> Extent | None:
+        """The coldest extent last used before tick `before` that is not busy and that `account` may evict."""
+        heap, extents = self._heap, self._index.extents
+        set_aside = []
+        found = None
+        while heap and heap[0][0] < before:
+            tick, position = heap[0]
+            extent = extents.get(position)
+            if extent is None:
+                heapq.heappop(heap)
+            elif extent.last_used != tick:
+                heapq.heapreplace(heap, (extent.last_used, position))
+            elif self._index.is_busy(extent) or not self._may_evict(extent, account):
+                set_aside.append(heapq.heappop(heap))
+            else:
+                found = extent
+                break
+        for entry in set_aside:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _may_evict(self, extent: Extent, account: Account) -> bool:
+        held: dict[Account, int] = {}
+        stride = extent.slab.slot_bytes
+        begin = extent.position * self._index.extent_bytes
+        for offset in range(begin, begin + extent.num_slots * stride, stride):
+            slot = self._index.ready.get(offset)
+            if slot is not None:
+                held[slot.account] = held.get(slot.account, 0) + stride
+        return all(owner.may_lose(num_bytes, to=account) for owner, num_bytes in held.items())

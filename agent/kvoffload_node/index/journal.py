@@ -1,0 +1,146 @@
+"""The slot journal: what a restarted daemon may believe.
+
+Runs in the node daemon; written by `tenant.py`, read once at start. A file that only the daemon maps, one fixed record a
+slot; the page cache outlives a killed daemon, and a record torn by the kill does not match its checksum.
+
+    <state>/tenant-<digest>.journal
+    | extent table: an entry for each position | records of position 0 | records of position 1 | ...
+
+    entry     0: no pages; UNCUT: pages and no slots; else: pages, cut into slots of so many bytes
+
+    state     written                                        a restarted daemon
+    FREE      when nobody can touch the slot any more        hands it out
+    WRITING   before the slot is handed out                  holds it until the engine of that number has said what it writes
+    READY     after the last rank's seal, before it is hit   serves it
+    ORPHANED  dropped while leased                           holds it until all engines of before have said what they read
+    torn      (checksum)                                     as ORPHANED
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from kvoffload_node.index.slots import MIN_SLOT_BYTES
+
+_RECORD = struct.Struct("<BBHQQ64s")
+_CHECKSUM = struct.Struct("<I")
+_EXTENT = struct.Struct("<QI4x")
+UNCUT = 1
+RECORD_BYTES = _RECORD.size + _CHECKSUM.size
+
+
+class SlotState(IntEnum):
+    """State of a slot in the journal."""
+
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    ORPHANED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """One slot as the journal knows it."""
+
+    offset: int
+    state: SlotState
+    namespace: int
+    account: int
+    number: int
+    """READY: who stored it. WRITING: the engine it was given to."""
+    key: bytes
+
+
+class TenantJournal:
+    """The journal of one tenant's file. Its methods are the only writers."""
+
+    def __init__(self, path: Path, *, num_extents: int, extent_bytes: int) -> None:
+        """Open or create the (sparse) file and map it."""
+        self.path = path
+        self.extent_bytes = extent_bytes
+        self._num_extents = num_extents
+        self._slots_per_extent = extent_bytes // MIN_SLOT_BYTES
+        self._table_bytes = -(-num_extents * _EXTENT.size // 4096) * 4096
+        length = self._table_bytes + num_extents * self._slots_per_extent * RECORD_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(descriptor, length)
+            self._map = mmap.mmap(descriptor, length)
+        finally:
+            os.close(descriptor)
+
+    def writing(self, offset: int, slot_bytes: int, engine: int) -> None:
+        """The slot is about to be handed out to this engine."""
+        self._put(offset, slot_bytes, SlotState.WRITING, 0, 0, engine, b"")
+
+    def ready(self, offset: int, slot_bytes: int, namespace: int, account: int, storer: int, key: bytes) -> None:
+        """Every rank has sealed the slot."""
+        self._put(offset, slot_bytes, SlotState.READY, namespace, account, storer, key)
+
+    def orphaned(self, offset: int, slot_bytes: int) -> None:
+        """The slot's key is gone, readers are not."""
+        self._put(offset, slot_bytes, SlotState.ORPHANED, 0, 0, 0, b"")
+
+    def free(self, offset: int, slot_bytes: int) -> None:
+        """Nobody can touch the slot any more."""
+        begin = self._begin(offset, slot_bytes)
+        self._map[begin : begin + RECORD_BYTES] = _ZEROS
+
+    def extent(self, position: int, slot_bytes: int) -> None:
+        """The extent at `position` has no pages (0), is UNCUT, or is cut into slots of this size; none is in use."""
+        packed = _EXTENT.pack(slot_bytes, zlib.crc32(slot_bytes.to_bytes(8, "little"))) if slot_bytes else _NO_EXTENT
+        self._map[position * _EXTENT.size : (position + 1) * _EXTENT.size] = packed
+
+    def read_extents(self) -> dict[int, int]:
+        """Slot bytes of each position that has pages, UNCUT where it has no slots (or a torn entry)."""
+        found = {}
+        for position in range(self._num_extents):
+            slot_bytes, checksum = _EXTENT.unpack_from(self._map, position * _EXTENT.size)
+            if slot_bytes or checksum:
+                whole = zlib.crc32(slot_bytes.to_bytes(8, "little")) == checksum
+                found[position] = slot_bytes if whole else UNCUT
+        return found
+
+    def read_slots(self, position: int, slot_bytes: int) -> Iterator[SlotRecord]:
+        """The records of one extent, in order of offset."""
+        for number in range(self.extent_bytes // slot_bytes):
+            offset = position * self.extent_bytes + number * slot_bytes
+            begin = self._begin(offset, slot_bytes)
+            raw = self._map[begin : begin + RECORD_BYTES]
+            if raw == _ZEROS:
+                yield SlotRecord(offset, SlotState.FREE, 0, 0, 0, b"")
+                continue
+            (checksum,) = _CHECKSUM.unpack_from(raw, _RECORD.size)
+            state, key_bytes, account, namespace, engine, key = _RECORD.unpack_from(raw)
+            if zlib.crc32(raw[: _RECORD.size]) != checksum:
+                yield SlotRecord(offset, SlotState.ORPHANED, 0, 0, 0, b"")
+            else:
+                yield SlotRecord(offset, SlotState(state), namespace, account, engine, key[:key_bytes])
+
+    def close(self) -> None:
+        """Unmap; the file stays."""
+        self._map.close()
+
+    def unlink(self) -> None:
+        """Remove the file."""
+        self.path.unlink(missing_ok=True)
+
+    def _begin(self, offset: int, slot_bytes: int) -> int:
+        position, within = divmod(offset, self.extent_bytes)
+        return self._table_bytes + (position * self._slots_per_extent + within // slot_bytes) * RECORD_BYTES
+
+    def _put(
+        self, offset: int, slot_bytes: int, state: int, namespace: int, account: int, number: int, key: bytes
+    ) -> None:
+        packed = _RECORD.pack(state, len(key), account, namespace, number, key)
+        begin = self._begin(offset, slot_bytes)
+        self._map[begin : begin + RECORD_BYTES] = packed + _CHECKSUM.pack(zlib.crc32(packed))
+
+
+_ZEROS = bytes(RECORD_BYTES)
+_NO_EXTENT = bytes(_EXTENT.size)

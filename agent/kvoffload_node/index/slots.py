@@ -1,0 +1,85 @@
+"""The things the index is made of: extents cut into slots, slabs of one slot size, namespaces of keys, writes under way.
+
+Runs in the node daemon, used by `tenant.py` and `eviction.py` only.
+
+    tenant's file   | extent 0 (slab of 73,728) | extent 1 (spare) | extent 2 (slab of 147,456) |    hole    |
+    extent 0        | slot | slot | slot | ... | waste |              a slot never straddles extents
+
+    a slot     FREE ──reserve──> WRITING ──every rank sealed, key assigned──> READY ──evict──> FREE
+                 ^                  │ failed: every rank said so, or is dead and its quarantine over   │
+                 └──────────────────┴──────────<── last lease gone ── ORPHANED <── dropped, leased ────┘
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvoffload_node.index.quotas import Account
+
+MIN_SLOT_BYTES = 4096
+"""Slots are no closer than this: it bounds the journal's table."""
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """Keys that mean the same to every engine bound to it."""
+
+    number: int
+    digest: bytes
+    key_bytes: int
+    ready: dict[bytes, int] = field(default_factory=dict)
+    """Key to byte offset of its READY slot."""
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A range of a tenant's file that has pages, cut into slots of one slab."""
+
+    position: int
+    slab: "Slab"
+    num_slots: int
+    free: list[int]
+    """Offsets of FREE slots."""
+    last_used: int = 0
+    """Tick of the last release or seal in it: the whole extent is at least this cold."""
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """All extents of a tenant that are cut into slots of one size."""
+
+    slot_bytes: int
+    extents: dict[int, Extent] = field(default_factory=dict)
+    partial: dict[int, Extent] = field(default_factory=dict)
+    """Extents with FREE slots."""
+    evictable: dict[Account, "OrderedDict[int, int]"] = field(default_factory=dict)
+    """READY slots that nobody leases, with the tick of their last use, the coldest first."""
+
+
+@dataclass(slots=True, eq=False)
+class ReadySlot:
+    """What stands in a READY (or ORPHANED) slot."""
+
+    key: bytes
+    namespace: Namespace
+    account: Account
+    storer: int
+    """Number of the engine (and generation) that stored it."""
+    lru: "OrderedDict[int, int]"
+    """Where it waits to be evicted while nobody leases it."""
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A slot in state WRITING."""
+
+    owner: object
+    """The engine it was given to."""
+    account: Account
+    storer: int
+    pending: int
+    """Bit r is set while rank r may still write."""
+    namespace: Namespace | None = None
+    key: bytes = b""
+    failed: bool = False
+    restored: bool = False
+    """Given out by an earlier daemon: it will never be READY, and is free when nobody writes to it any more."""

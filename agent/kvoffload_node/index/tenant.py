@@ -1,0 +1,454 @@
+"""One tenant's index: look-ups, leases, reservations and seals. The hot paths of the daemon.
+
+Runs in the node daemon's event loop, one call a message, never two at once; called by `session/` and `region/extents.py`.
+Offsets are byte offsets into the tenant's file. A holder is one session's leases: `dict` of offset to count.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+from kvoffload.errors import ProtocolError
+from kvoffload_node.index.eviction import ColdExtents, coldest_slot
+from kvoffload_node.index.journal import UNCUT, SlotRecord, SlotState, TenantJournal
+from kvoffload_node.index.quotas import Account
+from kvoffload_node.index.slots import MIN_SLOT_BYTES, Extent, Namespace, ReadySlot, Slab, Write
+
+Holder = dict[int, int]
+
+
+class Supply(Enum):
+    """What the pool can do for a slab without free slots."""
+
+    SPARE = "spare"
+    """An extent is spare now."""
+    GROWING = "growing"
+    """An extent is being allocated: ask again soon, evict nothing."""
+    NONE = "none"
+    """No extent can be had: evict a slot of the slab itself."""
+
+
+class Clock:
+    """Ticks once a message: the order of uses, for eviction. Shared by all tenants."""
+
+    __slots__ = ("tick",)
+
+    def __init__(self) -> None:
+        self.tick = 0
+
+
+class TenantIndex:
+    """What is where in one tenant's file, and who may not lose it."""
+
+    def __init__(self, number: int, *, extent_bytes: int, clock: Clock, journal: TenantJournal) -> None:
+        self.number = number
+        self.extent_bytes = extent_bytes
+        self.clock = clock
+        self.journal = journal
+        self.namespaces: dict[int, Namespace] = {}
+        self.slabs: dict[int, Slab] = {}
+        self.extents: dict[int, Extent] = {}
+        """By position, those that belong to a slab."""
+        self.spare: list[int] = []
+        """Positions that have pages and belong to no slab."""
+        self.ready: dict[int, ReadySlot] = {}
+        self.writes: dict[int, Write] = {}
+        self.orphans: set[int] = set()
+        self.leases: dict[int, int] = {}
+        """How many holders lease a slot."""
+        self.cold = ColdExtents(self)
+        self.evicted_bytes: dict[str, int] = {}
+        self.may_evict = True
+        """False after a restart until every engine of before has said what it holds, or is dead."""
+
+    # --- look-ups and leases ----------------------------------------------------------------------------------------
+
+    def lease_hits(self, holder: Holder, offsets: Sequence[int], storer: int) -> int:
+        """Lease each slot that a look-up found. Returns how many another engine than `storer` has stored."""
+        self.lease(holder, offsets)
+        ready = self.ready
+        return sum(ready[offset].storer != storer for offset in offsets)
+
+    def lease(self, holder: Holder, offsets: Iterable[int]) -> None:
+        """One more lease on each; they must be READY."""
+        leases = self.leases
+        ready = self.ready
+        for offset in offsets:
+            count = holder.get(offset)
+            if count is not None:
+                holder[offset] = count + 1
+                continue
+            holder[offset] = 1
+            holders = leases.get(offset)
+            if holders is None:
+                leases[offset] = 1
+                ready[offset].lru.pop(offset, None)
+            else:
+                leases[offset] = holders + 1
+
+    def pin(self, holder: Holder, offsets: Sequence[int]) -> None:
+        """One more lease on slots that the holder leases already. Raises ProtocolError."""
+        for offset in offsets:
+            if offset not in holder:
+                raise ProtocolError(f"pin of slot {offset}, which this session does not lease")
+        self.lease(holder, offsets)
+
+    def unpin(self, holder: Holder, offsets: Iterable[int]) -> None:
+        """One lease less on each. Raises ProtocolError."""
+        released = []
+        for offset in offsets:
+            count = holder.get(offset)
+            if count is None:
+                self._release(released)
+                raise ProtocolError(f"unpin of slot {offset}, which this session does not lease")
+            if count > 1:
+                holder[offset] = count - 1
+            else:
+                del holder[offset]
+                released.append(offset)
+        self._release(released)
+
+    def release(self, holder: Holder) -> None:
+        """End all leases of a holder that is gone."""
+        released = list(holder)
+        holder.clear()
+        self._release(released)
+
+    def _release(self, offsets: list[int]) -> None:
+        leases = self.leases
+        ready = self.ready
+        self.clock.tick += 1
+        tick = self.clock.tick
+        positions = set()
+        extent_bytes = self.extent_bytes
+        for offset in offsets:
+            holders = leases[offset]
+            if holders > 1:
+                leases[offset] = holders - 1
+                continue
+            del leases[offset]
+            if offset in self.orphans:
+                self.orphans.discard(offset)
+                slot = ready.pop(offset)
+                self._free(offset, slot.account)
+                continue
+            ready[offset].lru[offset] = tick
+            positions.add(offset // extent_bytes)
+        for position in positions:
+            self.extents[position].last_used = tick
+
+    # --- stores -----------------------------------------------------------------------------------------------------
+
+    def slab(self, slot_bytes: int) -> Slab:
+        """The slab for slots of this size, made if there is none."""
+        stride = max(slot_bytes, MIN_SLOT_BYTES)
+        slab = self.slabs.get(stride)
+        if slab is None:
+            slab = self.slabs[stride] = Slab(slot_bytes=stride)
+        return slab
+
+    def reserve(
+        self,
+        slab: Slab,
+        count: int,
+        *,
+        owner: object,
+        owner_number: int,
+        account: Account,
+        storer: int,
+        ranks: int,
+        find_extent: Callable[[int], Supply],
+    ) -> tuple[list[int], str]:
+        """Up to `count` slots to write, and why not all came ("" if they did).
+
+        First free slots, then spare extents, then what is coldest: a slot of this slab, or a whole extent elsewhere
+        that is colder than every slot here, for which `find_extent(tick of the coldest slot)` asks the pool.
+        """
+        self.clock.tick += 1
+        offsets: list[int] = []
+        stride = slab.slot_bytes
+        pending = (1 << ranks) - 1
+        while len(offsets) < count:
+            if not account.has_room(stride):
+                offset = self._evict_own(slab, account)
+                if offset is None:
+                    return offsets, "QuotaLimit"
+            elif slab.partial:
+                extent = next(iter(slab.partial.values()))
+                offset = extent.free.pop()
+                if not extent.free:
+                    del slab.partial[extent.position]
+            elif self.spare:
+                self._cut(self.spare.pop(), slab)
+                continue
+            else:
+                oldest = coldest_slot(slab, account) if self.may_evict else None
+                supply = find_extent(oldest[1] if oldest else self.clock.tick)
+                if supply is Supply.SPARE:
+                    continue
+                if supply is Supply.GROWING:
+                    return offsets, "Allocating"
+                if oldest is None:
+                    return offsets, "AllLeased" if self.may_evict else "Recovering"
+                offset = self._evict(oldest[0])
+            account.used_bytes += stride
+            self.writes[offset] = Write(owner, account, storer, pending)
+            self.journal.writing(offset, stride, owner_number)
+            offsets.append(offset)
+        return offsets, ""
+
+    def assign(self, owner: object, namespace: Namespace, pairs: Iterable[tuple[int, bytes]]) -> list[int]:
+        """Say which key each reserved slot gets. Returns offsets that became READY. Raises ProtocolError."""
+        published = []
+        for offset, key in pairs:
+            write = self._write_of(owner, offset)
+            if write.namespace is not None:
+                raise ProtocolError(f"slot {offset} has its key already")
+            write.namespace = namespace
+            write.key = key
+            if not write.pending and self._complete(offset, write):
+                published.append(offset)
+        return published
+
+    def seal(self, owner: object, rank: int, offsets: Iterable[int]) -> list[int]:
+        """Rank `rank` has written its part. Returns offsets that became READY. Raises ProtocolError."""
+        published = []
+        done = ~(1 << rank)
+        for offset in offsets:
+            write = self._write_of(owner, offset)
+            write.pending &= done
+            if not write.pending and write.namespace is not None and self._complete(offset, write):
+                published.append(offset)
+        return published
+
+    def fail(self, owner: object, rank: int, offsets: Iterable[int]) -> None:
+        """These slots get no bytes from rank `rank` (-1: the scheduler). Raises ProtocolError.
+
+        A slot without a key is free at once: nobody was told to write it. One that has a key is free when every rank has
+        sealed or failed it, because until then a copy may still land in it.
+        """
+        for offset in offsets:
+            write = self._write_of(owner, offset)
+            write.failed = True
+            if rank >= 0:
+                write.pending &= ~(1 << rank)
+            elif write.namespace is None:
+                write.pending = 0
+            if not write.pending:
+                self._abandon(offset, write)
+
+    def end_writes(self, owner: object, ranks_gone: int) -> int:
+        """The ranks in this bit mask will never write again. Returns how many slots became free.
+
+        Called when their processes are dead and the quarantine is over.
+        """
+        freed = 0
+        for offset, write in [(o, w) for o, w in self.writes.items() if w.owner is owner]:
+            if write.pending & ranks_gone:
+                write.failed = True
+            write.pending &= ~ranks_gone
+            if not write.pending and (write.failed or write.namespace is None):
+                self._abandon(offset, write)
+                freed += 1
+        return freed
+
+    def drop(self, holder: Holder, offsets: Iterable[int]) -> None:
+        """The bytes of these READY slots, leased by the holder, are wrong: nobody hits them again."""
+        for offset in offsets:
+            if offset not in holder:
+                raise ProtocolError(f"drop of slot {offset}, which this session does not lease")
+            self._orphan(offset)
+
+    def _orphan(self, offset: int) -> None:
+        slot = self.ready[offset]
+        if offset in self.orphans:
+            return
+        if slot.namespace.ready.get(slot.key) == offset:
+            del slot.namespace.ready[slot.key]
+        if offset in self.leases:
+            self.orphans.add(offset)
+            self.journal.orphaned(offset, self.extents[offset // self.extent_bytes].slab.slot_bytes)
+        else:
+            slot.lru.pop(offset, None)
+            del self.ready[offset]
+            self._free(offset, slot.account)
+
+    def _write_of(self, owner: object, offset: int) -> Write:
+        write = self.writes.get(offset)
+        if write is None or write.owner is not owner:
+            raise ProtocolError(f"slot {offset} was not reserved by this engine")
+        return write
+
+    def _complete(self, offset: int, write: Write) -> bool:
+        """Every rank is done and the key is known: publish, unless it failed or the key is READY already."""
+        namespace = write.namespace
+        if write.failed or namespace is None or write.key in namespace.ready:
+            self._abandon(offset, write)
+            return False
+        del self.writes[offset]
+        extent = self.extents[offset // self.extent_bytes]
+        lru = self.lru(extent.slab, write.account)
+        self.journal.ready(
+            offset, extent.slab.slot_bytes, namespace.number, write.account.number, write.storer, write.key
+        )
+        self.ready[offset] = ReadySlot(write.key, namespace, write.account, write.storer, lru)
+        namespace.ready[write.key] = offset
+        self.clock.tick += 1
+        lru[offset] = extent.last_used = self.clock.tick
+        return True
+
+    def lru(self, slab: Slab, account: Account) -> "OrderedDict[int, int]":
+        """Where the account's READY slots of this slab wait to be evicted."""
+        lru = slab.evictable.get(account)
+        if lru is None:
+            lru = slab.evictable[account] = OrderedDict()
+        return lru
+
+    def _abandon(self, offset: int, write: Write) -> None:
+        del self.writes[offset]
+        self._free(offset, write.account)
+
+    # --- eviction and extents ---------------------------------------------------------------------------------------
+
+    def _evict_own(self, slab: Slab, account: Account) -> int | None:
+        """The account is at its limit: its own coldest slot of this slab, or None."""
+        lru = slab.evictable.get(account)
+        if not lru or not self.may_evict:
+            return None
+        return self._evict(next(iter(lru)), reason="QuotaLimit")
+
+    def _evict(self, offset: int, reason: str = "Capacity") -> int:
+        """Take a READY, unleased slot from its key; the caller uses it at once."""
+        slot = self.ready.pop(offset)
+        del slot.lru[offset]
+        del slot.namespace.ready[slot.key]
+        num_bytes = self.extents[offset // self.extent_bytes].slab.slot_bytes
+        slot.account.used_bytes -= num_bytes
+        self.evicted_bytes[reason] = self.evicted_bytes.get(reason, 0) + num_bytes
+        return offset
+
+    def add_spare(self, position: int) -> None:
+        """The extent at this position has got its pages."""
+        self.journal.extent(position, UNCUT)
+        self.spare.append(position)
+
+    def evict_extent(self, extent: Extent, reason: str = "ExtentMoved") -> None:
+        """Evict every slot of an extent in which none is leased or being written; it is spare afterwards."""
+        stride = extent.slab.slot_bytes
+        begin = extent.position * self.extent_bytes
+        for offset in range(begin, begin + extent.num_slots * stride, stride):
+            if offset in self.ready:
+                self._evict(offset, reason)
+                self.journal.free(offset, stride)
+        self._uncut(extent)
+
+    def is_busy(self, extent: Extent) -> bool:
+        """Whether any slot in it is leased or being written."""
+        stride = extent.slab.slot_bytes
+        begin = extent.position * self.extent_bytes
+        leases, writes = self.leases, self.writes
+        return any(o in leases or o in writes for o in range(begin, begin + extent.num_slots * stride, stride))
+
+    def _free(self, offset: int, account: Account) -> None:
+        extent = self.extents[offset // self.extent_bytes]
+        stride = extent.slab.slot_bytes
+        account.used_bytes -= stride
+        self.journal.free(offset, stride)
+        extent.free.append(offset)
+        if len(extent.free) == extent.num_slots:
+            self._uncut(extent)
+        else:
+            extent.slab.partial[extent.position] = extent
+
+    def _cut(self, position: int, slab: Slab) -> Extent:
+        begin = position * self.extent_bytes
+        num_slots = self.extent_bytes // slab.slot_bytes
+        offsets = [begin + number * slab.slot_bytes for number in range(num_slots - 1, -1, -1)]
+        extent = Extent(position, slab, num_slots, offsets, last_used=self.clock.tick)
+        self.journal.extent(position, slab.slot_bytes)
+        self.extents[position] = slab.extents[position] = slab.partial[position] = extent
+        self.cold.add(extent)
+        return extent
+
+    def _uncut(self, extent: Extent) -> None:
+        del self.extents[extent.position]
+        del extent.slab.extents[extent.position]
+        extent.slab.partial.pop(extent.position, None)
+        self.journal.extent(extent.position, UNCUT)
+        self.spare.append(extent.position)
+
+    # --- after a restart --------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        owners: dict[int, tuple[object, int]],
+        accounts: Sequence[Account],
+        nobody: object,
+    ) -> None:
+        """Read the journal. `owners` are the engines that may still live, by number, each with its number of ranks.
+
+        A slot that a dead engine was writing belongs to `nobody` until the quarantine is over, and so does an orphan.
+        """
+        for position, slot_bytes in self.journal.read_extents().items():
+            if slot_bytes == UNCUT:
+                self.spare.append(position)
+                continue
+            slab = self.slab(slot_bytes)
+            extent = Extent(position, slab, self.extent_bytes // slot_bytes, free=[])
+            self.extents[position] = slab.extents[position] = extent
+            self.cold.add(extent)
+            for record in self.journal.read_slots(position, slot_bytes):
+                self._restore_slot(extent, record, owners, accounts, nobody)
+            if len(extent.free) == extent.num_slots:
+                self._uncut(extent)
+            elif extent.free:
+                slab.partial[position] = extent
+
+    def _restore_slot(
+        self,
+        extent: Extent,
+        record: SlotRecord,
+        owners: dict[int, tuple[object, int]],
+        accounts: Sequence[Account],
+        nobody: object,
+    ) -> None:
+        offset, stride = record.offset, extent.slab.slot_bytes
+        namespace = self.namespaces.get(record.namespace)
+        if record.state is SlotState.FREE:
+            extent.free.append(offset)
+        elif record.state is SlotState.READY and namespace is not None and record.key not in namespace.ready:
+            account = accounts[record.account]
+            lru = self.lru(extent.slab, account)
+            self.ready[offset] = ReadySlot(record.key, namespace, account, record.number, lru)
+            namespace.ready[record.key] = offset
+            lru[offset] = 0
+            account.used_bytes += stride
+        else:
+            owner, num_ranks = owners.get(record.number, (nobody, 1))
+            if record.state is not SlotState.WRITING:
+                owner, num_ranks = nobody, 1
+            write = Write(owner, accounts[0], 0, (1 << num_ranks) - 1, failed=True, restored=True)
+            accounts[0].used_bytes += stride
+            self.writes[offset] = write
+
+    def keep_pending(self, offset: int, write: Write, ranks: int) -> None:
+        """Of a restored write, only these ranks may still touch the slot."""
+        write.pending &= ranks
+        if not write.pending:
+            self._abandon(offset, write)
+
+    def end_recovery(self) -> None:
+        """Every engine of before the restart has said what it holds, or is dead."""
+        self.may_evict = True
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_assigned_writes(self) -> bool:
+        """Whether an engine is about to seal something."""
+        return any(write.namespace is not None and not write.failed for write in self.writes.values())
+
+    @property
+    def waste_bytes(self) -> int:
+        """Bytes at the ends of extents that hold no slot."""
+        return sum(self.extent_bytes - e.num_slots * e.slab.slot_bytes for e in self.extents.values())

@@ -1,0 +1,1 @@
+"""The region: hugetlbfs files, one for each tenant, and the extents in them."""

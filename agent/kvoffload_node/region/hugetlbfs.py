@@ -1,0 +1,140 @@
+"""Files on hugetlbfs (or tmpfs, for `fallback: SharedMemory`): one sparse file for each tenant, pages by `fallocate`.
+
+Runs in the node daemon; `extents.py` decides what to allocate, this module does it. Nothing here maps or touches a data
+page: a client of the tenant may truncate its file at any time, and then only that client's mapping breaks.
+
+    <mount>/kvoffload-<pool>/             0700
+        tenant-<digest>.region            0600, as long as the capacity, holes where no extent is allocated
+        (unlinked) the reservation        keeps pages that are not allocated yet from everybody else
+
+The reservation is an unlinked file that was mapped once, whole, without MAP_NORESERVE: the kernel then keeps that many pages
+for its inode, also when the mapping is gone, until the file is cut. It is cut by one extent just before an extent is
+allocated, so that capacity which was promised at the start is not lost to another program later.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvoffload.errors import PagesUnavailable, RegionUnusable
+
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_OUT_OF_PAGES = (errno.ENOSPC, errno.ENOMEM)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A folder that is the root of a hugetlbfs or tmpfs mount."""
+
+    path: Path
+    page_bytes: int
+    is_hugetlbfs: bool
+
+
+def read_mount(path: Path, mounts_file: Path = Path("/proc/self/mountinfo")) -> Mount:
+    """What is mounted at `path`. Raises RegionUnusable where that is neither hugetlbfs nor tmpfs."""
+    wanted = str(path.resolve())
+    kind = ""
+    for line in mounts_file.read_text().splitlines():
+        fields, _, tail = line.partition(" - ")
+        if fields.split()[4].replace("\\040", " ") == wanted:
+            kind = tail.split()[0]
+    if kind not in ("hugetlbfs", "tmpfs"):
+        raise RegionUnusable(
+            f"{path} is {kind or 'not a mount point'}, needed is a hugetlbfs mount; mount one on the node, or set "
+            "hugetlbfsMount: Managed in the pool"
+        )
+    return Mount(path=path, page_bytes=os.statvfs(path).f_bsize, is_hugetlbfs=kind == "hugetlbfs")
+
+
+class RegionFile:
+    """One tenant's file. `allocate` and `punch` block for as long as the kernel clears pages: call them in a thread."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        """Open or create the file and make it `num_bytes` long; a new file is all holes."""
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.fstat(self.descriptor).st_size < num_bytes:
+                os.ftruncate(self.descriptor, num_bytes)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise RegionUnusable(f"{path} cannot be made {num_bytes} bytes long: {error}") from error
+
+    @property
+    def inode(self) -> int:
+        """The file's inode number: another one is another file, whatever its name."""
+        return os.fstat(self.descriptor).st_ino
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of pages the file holds, as the kernel counts them."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Give the range pages, all or none. Raises PagesUnavailable; what was got is given back before."""
+        if os.fstat(self.descriptor).st_size < offset + num_bytes:
+            os.ftruncate(self.descriptor, offset + num_bytes)  # a client has cut its own file
+        if _libc.fallocate(self.descriptor, 0, offset, num_bytes) == 0:
+            return
+        code = ctypes.get_errno()
+        self.punch(offset, num_bytes)
+        if code in _OUT_OF_PAGES:
+            raise PagesUnavailable(f"{num_bytes} bytes of pages for {self.path.name}: {os.strerror(code)}")
+        raise RegionUnusable(f"fallocate of {num_bytes} bytes in {self.path} failed: {os.strerror(code)}")
+
+    def punch(self, offset: int, num_bytes: int) -> None:
+        """Give the range's pages back. Whoever maps them sees zeros or SIGBUS next, so revoke first."""
+        if _libc.fallocate(self.descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, num_bytes):
+            code = ctypes.get_errno()
+            raise RegionUnusable(f"punching {num_bytes} bytes out of {self.path} failed: {os.strerror(code)}")
+
+    def close(self) -> None:
+        """Close the descriptor; the file and its pages stay."""
+        os.close(self.descriptor)
+
+    def unlink(self) -> None:
+        """Remove the name; pages go when the last client's mapping is gone."""
+        self.path.unlink(missing_ok=True)
+
+
+class Reservation:
+    """Pages kept for us that no extent holds yet. On tmpfs nothing can be kept: there it only counts."""
+
+    def __init__(self, folder: Path, *, is_hugetlbfs: bool) -> None:
+        self._is_hugetlbfs = is_hugetlbfs
+        self.num_bytes = 0
+        path = folder / f"reservation-{os.getpid()}"
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path.unlink()
+
+    def resize(self, num_bytes: int) -> None:
+        """Keep exactly `num_bytes`. Raises PagesUnavailable if there are not so many; then what was kept stays."""
+        if num_bytes < self.num_bytes or not self._is_hugetlbfs:
+            if self._is_hugetlbfs:
+                os.ftruncate(self._descriptor, num_bytes)
+            self.num_bytes = num_bytes
+            return
+        if num_bytes == self.num_bytes:
+            return
+        os.ftruncate(self._descriptor, num_bytes)
+        try:
+            mmap.mmap(self._descriptor, num_bytes - self.num_bytes, offset=self.num_bytes).close()
+        except OSError as error:
+            os.ftruncate(self._descriptor, self.num_bytes)
+            if error.errno not in _OUT_OF_PAGES:
+                raise RegionUnusable(f"reserving {num_bytes} bytes failed: {error}") from error
+            raise PagesUnavailable(
+                f"{num_bytes - self.num_bytes} bytes of pages to reserve: {os.strerror(error.errno)}"
+            ) from error
+        self.num_bytes = num_bytes
+
+    def close(self) -> None:
+        """Give everything back."""
+        os.close(self._descriptor)

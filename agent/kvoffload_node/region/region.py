@@ -1,0 +1,249 @@
+"""The region of one pool on this node: its folder, its tenants' files and indexes, and what survives a restart.
+
+Runs in the node daemon, made once by `daemon.py`. Sessions reach tenants, accounts and namespaces through it.
+"""
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from kvoffload.api.pool import Mode, ReplicatedLayout, Sharing
+from kvoffload.api.region import KVOffloadRegionSpec
+from kvoffload.errors import PagesUnavailable, RefusalReason, RegionUnusable, SessionRefused
+from kvoffload_node.index.catalog import Catalog, NamespaceEntry, TenantEntry, read_catalog, write_catalog
+from kvoffload_node.index.journal import TenantJournal
+from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
+from kvoffload_node.index.slots import Namespace
+from kvoffload_node.index.tenant import Clock, TenantIndex
+from kvoffload_node.region.extents import ExtentPool, Tenant, plan_extent_bytes
+from kvoffload_node.region.hugetlbfs import Mount, RegionFile, Reservation
+
+log = logging.getLogger(__name__)
+
+
+class Region:
+    """Everything the pool holds on this node."""
+
+    def __init__(
+        self,
+        spec: KVOffloadRegionSpec,
+        *,
+        mount: Mount,
+        state_folder: Path,
+        boot_id: str,
+        revoke: Callable[[Tenant, list[int]], Awaitable[None]],
+    ) -> None:
+        """Open the folder and adopt what an earlier daemon of this boot left. Raises RegionUnusable.
+
+        No page is reserved yet: `reserve_pages` does that, and may be tried again.
+        """
+        self.spec = spec
+        self.mount = mount
+        self.folder = mount.path / f"kvoffload-{spec.pool_name}"
+        self.clock = Clock()
+        self.accounts: list[Account] = []
+        self.was_adopted = False
+        """Whether tenants of an earlier daemon were taken over."""
+        self.pages_reserved = False
+        self._state = state_folder
+        self._catalog_path = state_folder / "catalog"
+        if spec.page_size_bytes != mount.page_bytes and mount.is_hugetlbfs:
+            raise RegionUnusable(
+                f"{mount.path} has pages of {mount.page_bytes} bytes, the pool asks for {spec.page_size_bytes}; "
+                "mount a hugetlbfs of that page size there"
+            )
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        extent_bytes = plan_extent_bytes(spec.capacity_bytes, mount.page_bytes)
+        span_bytes = spec.capacity_bytes // extent_bytes * extent_bytes
+        known = read_catalog(self._catalog_path)
+        if known is None or known.boot_id != boot_id or known.extent_bytes != extent_bytes:
+            known = None
+        elif known.span_bytes != span_bytes:
+            known = None
+        self.catalog = known or Catalog(boot_id=boot_id, extent_bytes=extent_bytes, span_bytes=span_bytes)
+        self.catalog.epoch = (read_epoch(self._catalog_path) or 0) + 1
+        self.extent_bytes = extent_bytes
+        self.span_bytes = span_bytes
+        self._reservation = Reservation(self.folder, is_hugetlbfs=mount.is_hugetlbfs)
+        self.extents = ExtentPool(
+            num_extents=span_bytes // extent_bytes,
+            extent_bytes=extent_bytes,
+            reservation=self._reservation,
+            revoke=revoke,
+        )
+        for namespace in self.catalog.accounts or ["-"]:
+            self._add_account(namespace)
+        self.catalog.accounts = [account.namespace for account in self.accounts]
+        self._adopt()
+        self._save()
+
+    @property
+    def epoch(self) -> int:
+        """Counts the daemon's starts over this region."""
+        return self.catalog.epoch
+
+    @property
+    def sharing_allowed(self) -> bool:
+        """Whether ranks may share a part."""
+        return self.spec.replicated_layout is not ReplicatedLayout.NEVER
+
+    # --- pages ------------------------------------------------------------------------------------------------------
+
+    def reserve_pages(self) -> None:
+        """Keep pages for the whole capacity. Raises PagesUnavailable; then nothing is kept but what was adopted."""
+        unallocated = self.extents.num_extents - self.extents.num_allocated
+        try:
+            self._reservation.resize(max(0, unallocated) * self.extent_bytes)
+        except PagesUnavailable:
+            self.pages_reserved = False
+            raise
+        self.pages_reserved = True
+
+    def check_serving(self) -> None:
+        """Raise SessionRefused unless engines may attach now."""
+        if self.spec.mode is Mode.PAUSED:
+            raise SessionRefused(RefusalReason.POOL_PAUSED, f"pool {self.spec.pool_name} is paused")
+        if self.spec.mode is Mode.OBSERVE:
+            raise SessionRefused(RefusalReason.POOL_OBSERVED, f"pool {self.spec.pool_name} only observes")
+        if not self.pages_reserved:
+            raise SessionRefused(
+                RefusalReason.NOT_READY, f"the region's {self.spec.capacity_bytes} bytes of pages are not reserved"
+            )
+
+    # --- tenants, accounts, namespaces --------------------------------------------------------------------------------
+
+    def tenant_for(self, namespace: str, pod_uid: str) -> Tenant:
+        """The tenant of a pod under the pool's `sharing`."""
+        name = {
+            Sharing.NAMESPACE: f"namespace/{namespace}",
+            Sharing.POOL: "pool",
+            Sharing.POD: f"pod/{pod_uid}",
+        }[self.spec.sharing]
+        tenant = self.extents.tenants.get(name)
+        if tenant is None:
+            entry = TenantEntry(name, self.next_number(), 0)
+            tenant = self._open_tenant(entry)
+            entry.inode = tenant.file.inode
+            self.catalog.tenants.append(entry)
+            self._save()
+        return tenant
+
+    def account(self, namespace: str) -> Account:
+        """The account of a Kubernetes namespace."""
+        for account in self.accounts[1:]:
+            if account.namespace == namespace:
+                return account
+        account = self._add_account(namespace)
+        self.catalog.accounts.append(namespace)
+        self._save()
+        return account
+
+    def namespace(self, tenant: Tenant, digest: bytes, key_bytes: int) -> Namespace:
+        """The tenant's namespace of keys with this digest."""
+        for namespace in tenant.index.namespaces.values():
+            if namespace.digest == digest:
+                return namespace
+        number = self.next_number()
+        namespace = tenant.index.namespaces[number] = Namespace(number, digest, key_bytes)
+        self.catalog.namespaces.append(NamespaceEntry(tenant.number, number, digest, key_bytes))
+        self._save()
+        return namespace
+
+    def next_number(self) -> int:
+        """A number never given out before in this catalog: the epoch and a counter, so that no write is needed."""
+        number = self.catalog.next_number
+        self.catalog.next_number += 1
+        return self.epoch << 32 | number
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def close(self, *, unlink: bool) -> None:
+        """Close everything; `unlink` gives the pages back (clients that still map them keep them until they end)."""
+        for tenant in self.extents.tenants.values():
+            tenant.index.journal.close()
+            if unlink:
+                tenant.file.unlink()
+                tenant.index.journal.unlink()
+            tenant.file.close()
+        self._reservation.close()
+        if unlink:
+            self._catalog_path.unlink(missing_ok=True)
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        names = set()
+        kept = []
+        for entry in self.catalog.tenants:
+            path = self._region_path(entry.name)
+            if not path.exists() or path.stat().st_ino != entry.inode:
+                self._journal_path(entry.name).unlink(missing_ok=True)
+                continue
+            tenant = self._open_tenant(entry)
+            for namespace in self.catalog.namespaces:
+                if namespace.tenant == entry.number:
+                    tenant.index.namespaces[namespace.number] = Namespace(
+                        namespace.number, namespace.digest, namespace.key_bytes
+                    )
+            tenant.positions = set(tenant.index.journal.read_extents())
+            self._punch_unknown(tenant)
+            names.add(path.name)
+            kept.append(entry)
+            self.was_adopted = True
+        self.catalog.tenants = kept
+        numbers = {entry.number for entry in kept}
+        self.catalog.namespaces = [n for n in self.catalog.namespaces if n.tenant in numbers]
+        for path in self.folder.glob("tenant-*.region"):
+            if path.name not in names:
+                log.info("removing %s: no tenant of this boot owns it", path)
+                path.unlink()
+        for path in self._state.glob("tenant-*.journal"):
+            if path.with_suffix(".region").name not in names:
+                path.unlink()
+
+    def _punch_unknown(self, tenant: Tenant) -> None:
+        """Give back pages that no journaled extent holds: a kill between allocation and journal left them."""
+        known = len(tenant.positions) * self.extent_bytes
+        if tenant.file.allocated_bytes > known:
+            for position in range(self.extents.num_extents):
+                if position not in tenant.positions:
+                    tenant.file.punch(position * self.extent_bytes, self.extent_bytes)
+
+    def _open_tenant(self, entry: TenantEntry) -> Tenant:
+        journal = TenantJournal(
+            self._journal_path(entry.name), num_extents=self.extents.num_extents, extent_bytes=self.extent_bytes
+        )
+        index = TenantIndex(entry.number, extent_bytes=self.extent_bytes, clock=self.clock, journal=journal)
+        tenant = Tenant(entry.name, entry.number, index, RegionFile(self._region_path(entry.name), self.span_bytes))
+        self.extents.tenants[entry.name] = tenant
+        return tenant
+
+    def _add_account(self, namespace: str) -> Account:
+        quota = next((quota for quota in self.spec.quotas if quota.namespace == namespace), None)
+        account = Account(len(self.accounts), namespace)
+        account.guaranteed_bytes = quota.guaranteed_bytes if quota else 0
+        account.limit_bytes = quota.limit_bytes if quota else UNLIMITED_BYTES
+        self.accounts.append(account)
+        return account
+
+    def _region_path(self, tenant: str) -> Path:
+        return self.folder / f"tenant-{_digest(tenant)}.region"
+
+    def _journal_path(self, tenant: str) -> Path:
+        return self._state / f"tenant-{_digest(tenant)}.journal"
+
+    def _save(self) -> None:
+        write_catalog(self._catalog_path, self.catalog)
+
+
+def read_epoch(catalog: Path) -> int | None:
+    """The epoch of the last daemon, also of another boot; None if there was none."""
+    known = read_catalog(catalog)
+    return known.epoch if known else None
+
+
+def _digest(tenant: str) -> str:
+    return hashlib.sha256(tenant.encode()).hexdigest()[:32]

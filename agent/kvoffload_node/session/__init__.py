@@ -1,0 +1,1 @@
+"""Sessions: the sockets of attached pods, and what comes through them."""

@@ -1,0 +1,295 @@
+"""One connection of an engine's process: frames in, frames out, each message bounded, validated and handed on.
+
+Runs in the node daemon's event loop, made by `server.py` for each accepted socket. Whatever a peer sends ends at worst this
+connection: a ProtocolError closes it, a SessionRefused is answered with its reason.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvoffload import __version__
+from kvoffload.errors import ProtocolError, RefusalReason, SessionRefused
+from kvoffload.protocol.framing import FrameReader, pack_frame
+from kvoffload.protocol.messages import (
+    PROTOCOL_VERSION,
+    Assign,
+    Bind,
+    Bound,
+    Fail,
+    Found,
+    FromEngine,
+    Generation,
+    Hello,
+    Lookup,
+    Mapped,
+    Message,
+    Pin,
+    Reassert,
+    Refused,
+    Report,
+    Reserve,
+    Reserved,
+    Revoked,
+    Seal,
+    Unpin,
+    Welcome,
+)
+from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
+from kvoffload_node.session.packing import OFFSET_BYTES, pack_offsets, unpack_keys, unpack_offsets
+from kvoffload_node.session.registry import Registry
+
+log = logging.getLogger(__name__)
+
+MAX_UNSENT_BYTES = 1 << 20
+"""Above this the connection is not read from until its peer reads; above `MAX_PUSHED_BYTES` it is ended."""
+MAX_PUSHED_BYTES = 4 << 20
+_MISS = (-1).to_bytes(OFFSET_BYTES, "little", signed=True)
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+class Connection(asyncio.Protocol):
+    """Speaks the session protocol with one process of one pod."""
+
+    def __init__(self, registry: Registry, pod: Pod) -> None:
+        self._registry = registry
+        self._pod = pod
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._session: Session | None = None
+        self._ended = ""
+        self._handlers: dict[type, Callable[[Session, Any], None]] = {
+            Mapped: self._on_mapped,
+            Bind: self._on_bind,
+            Lookup: self._on_lookup,
+            Pin: self._on_pin,
+            Unpin: self._on_unpin,
+            Reserve: self._on_reserve,
+            Assign: self._on_assign,
+            Seal: self._on_seal,
+            Fail: self._on_fail,
+            Generation: self._on_generation,
+            Reassert: self._on_reassert,
+            Revoked: self._on_revoked,
+            Report: self._on_report,
+        }
+
+    # --- asyncio ----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A socket was accepted."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self._registry.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come: handle every whole frame in them."""
+        reader = self._reader
+        reader.feed(data)
+        try:
+            while not self._ended and (payload := reader.next_frame()) is not None:
+                self._handle(payload)
+        except ProtocolError as error:
+            log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
+            self.end(RefusalReason.MALFORMED.value)
+        except SessionRefused as error:
+            self.refuse(error)
+        except Exception:
+            log.exception("pod %s/%s: connection ended by a bug of this daemon", self._pod.namespace, self._pod.name)
+            self.end("InternalError")
+
+    def pause_writing(self) -> None:
+        """The peer does not read what it asked for: do not take more from it."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The peer has read."""
+        if self._transport is not None and not self._ended:
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is closed, by whichever side."""
+        self._registry.connections.discard(self)
+        if self._session is not None:
+            self._registry.disconnected(self._session, self._ended or "PeerClosed")
+
+    # --- for the registry -------------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Queue one message."""
+        transport = self._transport
+        if transport is None or self._ended:
+            return
+        transport.write(pack_frame(_encode(message)))
+        if transport.get_write_buffer_size() > MAX_PUSHED_BYTES:
+            self.end("SlowReader")
+
+    def refuse(self, error: SessionRefused) -> None:
+        """Answer with the reason; after a `Hello` the connection ends."""
+        first = self._registry.count_refusal(self._pod, error.reason)
+        if first:
+            log.warning("pod %s/%s refused: %s: %s", self._pod.namespace, self._pod.name, error.reason.value, error)
+        self.send(Refused(error.reason.value, str(error)[:8000]))
+        if self._session is None:
+            self.end(error.reason.value)
+
+    def end(self, reason: str) -> None:
+        """Close the connection; what was queued is still sent."""
+        if not self._ended and self._transport is not None:
+            self._ended = reason
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._ended = self._ended or reason
+            self._transport.abort()
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, payload: bytes) -> None:
+        try:
+            message = _decode(payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a message that the protocol does not allow: {error}") from error
+        session = self._session
+        if session is None:
+            if type(message) is not Hello:
+                raise ProtocolError(f"{type(message).__name__} before Hello")
+            self._on_hello(message)
+            return
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError("a second Hello")
+        handler(session, message)
+
+    def _on_hello(self, hello: Hello) -> None:
+        session, lock = self._registry.greet(self._pod, hello, self)
+        region = self._registry.region
+        self._session = session
+        descriptors = [lock] if session.rank == SCHEDULER else [self._pod.tenant.file.descriptor, lock]
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION,
+            epoch=region.epoch,
+            region_bytes=region.span_bytes,
+            page_bytes=region.mount.page_bytes,
+            extent_bytes=region.extent_bytes,
+            replication_allowed=region.sharing_allowed,
+            daemon_version=__version__,
+        )
+        try:
+            self._send_with_descriptors(pack_frame(_encode(welcome)), descriptors)
+        finally:
+            os.close(lock)
+        self._registry.ask_to_unmap(session)
+        if session.rank == SCHEDULER:
+            self._registry.announce(session)
+
+    def _send_with_descriptors(self, frame: bytes, descriptors: list[int]) -> None:
+        """The first frame of a connection: nothing is queued before it, and the socket's buffer takes it whole."""
+        assert self._transport is not None
+        sock = self._transport.get_extra_info("socket")
+        with socket.socket(fileno=os.dup(sock.fileno())) as copy:
+            copy.setblocking(False)
+            try:
+                sent = socket.send_fds(copy, [frame], descriptors)
+            except OSError as error:
+                raise ProtocolError(f"the welcome could not be sent: {error}") from error
+        if sent != len(frame):
+            raise ProtocolError(f"the peer's buffer took {sent} of {len(frame)} bytes of its welcome")
+
+    def _on_mapped(self, session: Session, _: Mapped) -> None:
+        if session.rank == SCHEDULER:
+            raise ProtocolError("Mapped from a scheduler")
+        self._registry.mapped(session)
+
+    def _on_bind(self, session: Session, message: Bind) -> None:
+        engine = _engine_of_scheduler(session)
+        namespace = self._registry.bind(engine, message.none_hash, message.key_bytes, private=message.private)
+        self.send(Bound(len(namespace.ready)))
+
+    def _on_lookup(self, session: Session, message: Lookup) -> None:
+        engine = session.engine
+        key_bytes = engine.key_bytes
+        namespace = engine.namespaces.get(message.namespace)
+        if namespace is None or not engine.ready:
+            if key_bytes == 0:
+                raise ProtocolError("Lookup before Bind")
+            count = len(message.keys) // key_bytes
+            self.send(Found(message.request, _MISS * count))
+            self._registry.count_lookups(0, count)
+            return
+        keys = unpack_keys(message.keys, key_bytes)
+        offsets = self._registry.lookup(session, namespace, keys)
+        self.send(Found(message.request, pack_offsets(offsets)))
+
+    def _on_pin(self, session: Session, message: Pin) -> None:
+        session.engine.tenant.index.pin(session.holder, unpack_offsets(message.offsets))
+
+    def _on_unpin(self, session: Session, message: Unpin) -> None:
+        session.engine.tenant.index.unpin(session.holder, unpack_offsets(message.offsets))
+
+    def _on_reserve(self, session: Session, message: Reserve) -> None:
+        engine = _engine_of_scheduler(session)
+        offsets, reason = self._registry.reserve(engine, message.count)
+        self.send(Reserved(message.request, self._registry.region.epoch, pack_offsets(offsets), reason))
+
+    def _on_assign(self, session: Session, message: Assign) -> None:
+        engine = _engine_of_scheduler(session)
+        namespace = engine.namespaces.get(message.namespace)
+        if namespace is None:
+            raise ProtocolError("Assign before Bind")
+        offsets = unpack_offsets(message.offsets)
+        keys = unpack_keys(message.keys, engine.key_bytes)
+        if len(keys) != len(offsets):
+            raise ProtocolError(f"{len(keys)} keys for {len(offsets)} slots")
+        if message.epoch == self._registry.region.epoch:
+            self._registry.published(
+                engine, engine.tenant.index.assign(engine, namespace, zip(offsets, keys, strict=True))
+            )
+
+    def _on_seal(self, session: Session, message: Seal) -> None:
+        if session.rank == SCHEDULER:
+            raise ProtocolError("Seal from a scheduler")
+        offsets = unpack_offsets(message.offsets)
+        engine = session.engine
+        if message.epoch != self._registry.region.epoch:
+            self._registry.ended_before_restart(session, offsets)
+            return
+        self._registry.published(engine, engine.tenant.index.seal(engine, session.rank, offsets))
+
+    def _on_fail(self, session: Session, message: Fail) -> None:
+        offsets = unpack_offsets(message.offsets)
+        index = session.engine.tenant.index
+        if message.drop:
+            index.drop(session.holder, offsets)
+        elif message.epoch != self._registry.region.epoch:
+            self._registry.ended_before_restart(session, offsets)
+        else:
+            index.fail(session.engine, session.rank, offsets)
+
+    def _on_generation(self, session: Session, message: Generation) -> None:
+        self._registry.new_generation(_engine_of_scheduler(session), private=message.private)
+
+    def _on_reassert(self, session: Session, message: Reassert) -> None:
+        self._registry.reassert(session, message.epoch, unpack_offsets(message.pins), unpack_offsets(message.writes))
+
+    def _on_revoked(self, session: Session, message: Revoked) -> None:
+        self._registry.revoked(session, unpack_offsets(message.extents))
+
+    def _on_report(self, session: Session, message: Report) -> None:
+        self._registry.report(session.engine, message)
+
+
+def _engine_of_scheduler(session: Session) -> Engine:
+    if session.rank != SCHEDULER:
+        raise ProtocolError(f"rank {session.rank} sent what only a scheduler may")
+    return session.engine

@@ -1,0 +1,133 @@
+"""Pods, engines and sessions: who they are, what they hold. No sockets here.
+
+Runs in the node daemon; made and changed by `registry.py`, used by `connection.py`, read by `report.py` and `metrics.py`.
+
+    Pod ──< Engine (one incarnation of an engine id) ──< Session (scheduler or rank) ──1 Connection or none
+                 owns writes (index)                        holds leases (index), and a lock on its attachment file
+
+A connection can break while its process lives: the session then stays, without a connection, until the process connects again
+(and takes over what it held) or its lock is gone.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvoffload.layout.rows import RankPart, Row, plan_row
+from kvoffload_node.index.quotas import Account
+from kvoffload_node.index.slots import Namespace, Slab
+from kvoffload_node.index.tenant import Holder
+from kvoffload_node.region.extents import Tenant
+
+if TYPE_CHECKING:
+    from kvoffload_node.session.connection import Connection
+
+SCHEDULER = -1
+"""Rank of the scheduler's session."""
+
+
+@dataclass(slots=True, eq=False)
+class Pod:
+    """A pod that the attacher handed over, or that a journaled attachment names."""
+
+    uid: str
+    namespace: str
+    name: str
+    predicted_layout: str
+    tenant: Tenant
+    account: Account
+    engines: dict[str, "Engine"] = field(default_factory=dict)
+    """The newest incarnation of each engine id."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One process of an engine, from its `Hello` until its lock is gone."""
+
+    number: int
+    engine: "Engine"
+    rank: int
+    process: bytes
+    connection: "Connection | None" = None
+    holder: Holder = field(default_factory=dict)
+    mapped: bool = False
+    part: RankPart | None = None
+    reason: str = ""
+    message: str = ""
+    recovered: bool = False
+    """Journaled by an earlier daemon, and has not yet said what it still reads and writes."""
+    claims: set[int] | None = None
+    """Slots of before the restart that it said it still writes."""
+    unmapping: dict[int, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One incarnation of a vLLM engine: a scheduler and `world_size` ranks."""
+
+    number: int
+    pod: Pod
+    engine_id: str
+    world_size: int
+    identity: bytes
+    storer: int
+    """What its stores are marked with; another number after each `Generation`."""
+    model: str = ""
+    engine_version: str = ""
+    sessions: dict[int, Session] = field(default_factory=dict)
+    row: Row | None = None
+    slab: Slab | None = None
+    namespaces: dict[int, Namespace] = field(default_factory=dict)
+    """0: the bound one, 1: the private one."""
+    none_hash: bytes | None = None
+    key_bytes: int = 0
+    private: bool = False
+    retired: set[int] = field(default_factory=set)
+    """Storer numbers of its earlier generations: it does not hit those."""
+    ready: bool = False
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    note: str = ""
+    attached_since: float = field(default_factory=time.time)
+
+    @property
+    def tenant(self) -> Tenant:
+        """The tenant of its pod."""
+        return self.pod.tenant
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether any of its processes is connected."""
+        return any(session.connection is not None for session in self.sessions.values())
+
+    @property
+    def workers(self) -> list[Session]:
+        """The ranks' sessions, in order of rank."""
+        return [session for rank, session in sorted(self.sessions.items()) if rank >= 0]
+
+    def plan_row(self, *, sharing_allowed: bool) -> Row | None:
+        """The row, once every rank is attached and has mapped the region; None until then."""
+        workers = [worker for worker in self.workers if worker.mapped and worker.part is not None]
+        if len(workers) < self.world_size:
+            return None
+        return plan_row([worker.part for worker in workers if worker.part], sharing_allowed=sharing_allowed)
+
+    @property
+    def layout(self) -> str:
+        """`replicated`, `per-rank`, `shared` (some ranks share a part), or empty until all ranks have said."""
+        if self.row is None:
+            return ""
+        if self.row.is_replicated:
+            return "replicated"
+        return "shared" if max(self.row.sharers) > 1 else "per-rank"
+
+    @property
+    def reason(self) -> str:
+        """The first rank's reason why it is not replicated."""
+        return next((worker.reason for worker in self.workers if worker.reason), "")
+
+    @property
+    def message(self) -> str:
+        """That reason in words."""
+        return next((worker.message for worker in self.workers if worker.message), "")

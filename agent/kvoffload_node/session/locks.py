@@ -1,0 +1,85 @@
+"""Attachments: who may touch the region, told by a file lock that the kernel drops with the last process that holds it.
+
+Runs in the node daemon. For each session a file is made, locked by `flock`, and its open description passed to the client;
+the daemon closes its own copy. Whether the client lives is then a fact that any daemon can test, also a restarted one.
+
+    <state>/attachments/<number>.lock     empty; locked as long as the client lives
+    <state>/attachments/<number>.json     which engine and rank it is, for a restarted daemon
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+
+class AttachmentEntry(msgspec.Struct, frozen=True):
+    """Who holds the lock of one attachment, as journaled."""
+
+    number: int
+    engine: int
+    pod_uid: str
+    pod_namespace: str
+    pod_name: str
+    predicted_layout: str
+    tenant: str
+    engine_id: str
+    identity: bytes
+    world_size: int
+    rank: int
+    process: bytes
+
+
+class Attachments:
+    """The folder of attachments."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def create(self, entry: AttachmentEntry) -> int:
+        """Journal an attachment and return its locked descriptor, to be passed to the client and then closed."""
+        new = self._folder / f"{entry.number}.json.new"
+        new.write_bytes(msgspec.json.encode(entry))
+        lock = self._lock_path(entry.number)
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.replace(new, self._folder / f"{entry.number}.json")
+        return descriptor
+
+    def is_held(self, number: int) -> bool:
+        """Whether any process still has the descriptor."""
+        try:
+            descriptor = os.open(self._lock_path(number), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def remove(self, number: int) -> None:
+        """Forget an attachment whose client is gone."""
+        (self._folder / f"{number}.json").unlink(missing_ok=True)
+        self._lock_path(number).unlink(missing_ok=True)
+
+    def read_all(self) -> Iterator[AttachmentEntry]:
+        """Every journaled attachment; leftovers of a kill in the middle of `create` are removed."""
+        for path in sorted(self._folder.iterdir()):
+            if path.suffix == ".json":
+                yield msgspec.json.decode(path.read_bytes(), type=AttachmentEntry)
+            elif path.suffix == ".new" or not path.with_suffix(".json").exists():
+                path.unlink()
+
+    def clear(self) -> None:
+        """Forget all: another boot, or the region is gone."""
+        for path in self._folder.iterdir():
+            path.unlink()
+
+    def _lock_path(self, number: int) -> Path:
+        return self._folder / f"{number}.lock"

@@ -1,0 +1,252 @@
+"""A real node daemon for tests and benches: its process, its pages, and pods handed over as the attacher does.
+
+    with hugetlb_mount(64 << 20) as mount, DaemonProcess(tmp_path, capacity_bytes=64 << 20, mount=mount) as daemon:
+        path = daemon.attach("pod-a")          # the socket that a pod's engine would find in its emptyDir
+        session = Session.connect(str(path), hello(...))
+        daemon.kill(); daemon.start()          # the pods are handed over again
+
+Without `mount` it runs on /dev/shm (`fallback: SharedMemory`), which needs neither root nor pages.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvoffload.errors import DaemonUnavailable, SessionRefused
+from kvoffload.protocol.client import Session, attach_pod
+from kvoffload.protocol.messages import AttachPod, Bind, Bound, EngineReady, Hello, Mapped
+
+PAGE_BYTES = 2 << 20
+_NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+_START_SECONDS = 20.0
+
+
+@contextlib.contextmanager
+def hugetlb_mount(num_bytes: int) -> Iterator[Path]:
+    """A hugetlbfs of our own in a new folder, with so many bytes of 2 MiB pages added to the node and taken away after."""
+    num_pages = -(-num_bytes // PAGE_BYTES)
+    folder = Path(f"/run/kvoffload-test-{uuid.uuid4().hex[:12]}")
+    _add_pages(num_pages)
+    try:
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", str(folder)], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+            folder.rmdir()
+    finally:
+        _add_pages(-num_pages)
+
+
+def _add_pages(num_pages: int) -> None:
+    """Change the node's number of pages; other tests do the same at the same time, so only by the difference."""
+    import fcntl
+
+    with open("/tmp/kvoffload-nr-hugepages.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = int(_NR_HUGEPAGES.read_text())
+        _NR_HUGEPAGES.write_text(str(max(0, before + num_pages)))
+        after = int(_NR_HUGEPAGES.read_text())
+        if after < before + num_pages:
+            _NR_HUGEPAGES.write_text(str(before))
+            raise RuntimeError(f"the node gave {after - before} of {num_pages} huge pages")
+
+
+class DaemonProcess:
+    """One daemon with its state folder, restarted at will."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        capacity_bytes: int,
+        mount: Path | None = None,
+        program: list[str] | None = None,
+        environment: dict[str, str] | None = None,
+        **spec: Any,
+    ) -> None:
+        """`spec` are further fields of the region's spec, in JSON names; `program` replaces `python -m kvoffload_node`."""
+        self.folder = folder
+        self.pool = f"test-{uuid.uuid4().hex[:12]}"
+        self.mount = mount or Path("/dev/shm")
+        self.state = folder / "state"
+        self.handoff = folder / "handoff"
+        self.log_path = folder / "daemon.log"
+        for path in (self.state, self.handoff, folder / "pods"):
+            path.mkdir(parents=True, exist_ok=True)
+        self.spec: dict[str, Any] = {
+            "poolName": self.pool,
+            "nodeName": "node",
+            "capacityBytes": capacity_bytes,
+            "pageSizeBytes": PAGE_BYTES,
+            "fallback": "None" if mount else "SharedMemory",
+            "sharing": "Pool",
+            **spec,
+        }
+        self._program = program or [sys.executable, "-m", "kvoffload_node"]
+        self._environment = environment or {}
+        self._listening: dict[str, tuple[AttachPod, socket.socket]] = {}
+        self._attacher: list[socket.socket] = []
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "DaemonProcess":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for _, listening in self._listening.values():
+            listening.close()
+        shutil.rmtree(self.mount / f"kvoffload-{self.pool}", ignore_errors=True)
+
+    def write_spec(self, **changes: Any) -> None:
+        """Change the region's spec, as the operator would."""
+        self.spec.update(changes)
+        path = self.folder / "region.json"
+        path.with_suffix(".new").write_text(json.dumps(self.spec))
+        path.with_suffix(".new").rename(path)
+
+    def start(self) -> None:
+        """Start the daemon, wait until it takes pods, and hand over those that it had."""
+        self.write_spec()
+        environment = {
+            **os.environ,
+            "KVOFFLOAD_POOL": self.pool,
+            "KVOFFLOAD_NODE_NAME": "node",
+            "KVOFFLOAD_REGION_FILE": str(self.folder / "region.json"),
+            "KVOFFLOAD_HUGEPAGES": str(self.mount),
+            "KVOFFLOAD_STATE": str(self.state),
+            "KVOFFLOAD_HANDOFF": str(self.handoff),
+            "KVOFFLOAD_METRICS_PORT": "0",
+            "KVOFFLOAD_QUARANTINE_SECONDS": "0.2",
+            **self._environment,
+        }
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen([*self._program, "daemon"], env=environment, stdout=log, stderr=log)
+        for uid in list(self._listening):
+            self._hand_over(uid)
+
+    def attach(self, uid: str, *, namespace: str = "default", name: str = "", predicted: str = "auto") -> Path:
+        """Hand a pod over; returns the path of the socket that its engines connect to."""
+        path = self.folder / "pods" / f"{uid}.sock"
+        path.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listening.bind(str(path))
+        listening.listen(128)
+        self._listening[uid] = (AttachPod(uid, namespace, name or uid, predicted), listening)
+        self._hand_over(uid)
+        return path
+
+    def _hand_over(self, uid: str) -> None:
+        request, listening = self._listening[uid]
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                self._attacher.append(attach_pod(str(self.handoff / "attach.sock"), request, listening))
+                return
+            except DaemonUnavailable:
+                if self.process is not None and self.process.poll() is not None:
+                    raise RuntimeError(f"the daemon ended with {self.process.returncode}:\n{self.log}") from None
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    @property
+    def log(self) -> str:
+        """What the daemon has logged."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def kill(self) -> None:
+        """SIGKILL, as the kernel or a crash would."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, as the kubelet would."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
+            self.process.wait(timeout=30)
+            self.process = None
+        for sock in self._attacher:
+            sock.close()
+        self._attacher.clear()
+
+
+def connect(path: Path, hello: Hello, timeout_seconds: float = _START_SECONDS) -> Session:
+    """A session, waiting while the daemon reserves its pages."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return Session.connect(str(path), hello)
+        except SessionRefused as error:
+            if error.reason.value != "NotReady" or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+class TestEngine:
+    """An engine as the daemon sees it: a scheduler and its ranks, all in this process, without any copying."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        engine_id: str = "engine",
+        ranks: int = 2,
+        part_bytes: int = 65536,
+        replicated: bool = True,
+        identity: bytes = b"i" * 32,
+        key_bytes: int = 32,
+        process: bytes = b"",
+    ) -> None:
+        common = {"protocol_min": 1, "protocol_max": 1, "engine_id": engine_id, "world_size": ranks}
+        self.workers = [
+            connect(
+                path,
+                Hello(
+                    role="worker",
+                    rank=rank,
+                    identity=identity,
+                    part="all" if replicated else f"rank-{rank}",
+                    part_bytes=part_bytes,
+                    process=process and process[:15] + bytes([rank + 1]),
+                    model="test-model",
+                    **common,
+                ),
+            )
+            for rank in range(ranks)
+        ]
+        for worker in self.workers:
+            worker.send(Mapped())
+        self.scheduler = connect(
+            path,
+            Hello(role="scheduler", rank=-1, identity=identity, process=process and process[:15] + b"\0", **common),
+        )
+        self.ready = self.scheduler.wait_for(EngineReady, _START_SECONDS)
+        self.scheduler.send(Bind(b"none", key_bytes))
+        self.bound = self.scheduler.wait_for(Bound, _START_SECONDS)
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's epoch when this engine attached."""
+        return self.scheduler.welcome.epoch
+
+    def close(self) -> None:
+        """End all sessions, as the engine's death would."""
+        for session in (self.scheduler, *self.workers):
+            session.close()
