@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvoffload.errors import KVOffloadError
-from kvoffload_cli import plan
+from kvoffload_cli import doctor, explain, plan, status, top
 
 app = typer.Typer(
     name="kubectl kvoffload",
@@ -34,6 +34,10 @@ def root(
 
 
 app.command("plan")(plan.command)
+app.command("doctor")(doctor.command)
+app.command("status")(status.command)
+app.command("top")(top.command)
+app.add_typer(explain.app, name="explain")
 
 
 def main() -> None:

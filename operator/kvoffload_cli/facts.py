@@ -85,8 +85,6 @@ class CertificateFacts:
 
     where: str
     subject: str
-    issuer: str
-    not_before: datetime
     not_after: datetime
 
 
@@ -100,6 +98,8 @@ class WebhookFacts:
     failure_policy: str
     service: str
     authorities: tuple[CertificateFacts, ...]
+    trusts_serving: bool | None
+    """Whether one of the authorities signed the serving certificate; None where no serving certificate was read."""
 
 
 @dataclass(frozen=True, slots=True)

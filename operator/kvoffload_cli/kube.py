@@ -4,6 +4,7 @@ import json
 from typing import Any, Protocol
 
 import urllib3.exceptions
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
@@ -42,7 +43,7 @@ class ClusterReader:
     def __init__(self, *, kubeconfig: str | None = None, context: str | None = None) -> None:
         try:
             self._client: client.ApiClient = config.new_client_from_config(config_file=kubeconfig, context=context)
-        except ConfigException as error:
+        except (ConfigException, yaml.YAMLError, OSError) as error:
             raise ClusterUnavailable(f"no usable kubeconfig ({error}); set KUBECONFIG, or give --kubeconfig") from error
 
     def list_objects(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """From the API server's objects to `ClusterFacts`. Called by doctor, status, top and explain; the rest is pure."""
 
 import base64
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from pydantic import ValidationError
 
 from kvoffload.api import keys
@@ -104,11 +105,12 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
         for namespace in sorted({workload.namespace for workload in workloads})
         for secret in seen.collection(f"/api/v1/namespaces/{namespace}/secrets", labels=OURS)
     ]
+    serving = {where: one for where, one in map(serving_certificate, secrets) if one is not None}
     webhooks = [
         fact
         for kind in ("mutating", "validating")
         for one in seen.collection(f"{ADMISSION}/{kind}webhookconfigurations", labels=OURS)
-        for fact in webhook_facts(one, kind=kind)
+        for fact in webhook_facts(one, kind=kind, serving=list(serving.values()))
     ]
     return ClusterFacts(
         now=now,
@@ -119,7 +121,7 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
         daemons=tuple(daemon_pod(pod) for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)),
         workloads=tuple(workloads),
         webhooks=tuple(webhooks),
-        serving_certificates=tuple(fact for one in secrets for fact in secret_certificates(one)),
+        serving_certificates=tuple(certificate_facts(one, where=where) for where, one in serving.items()),
         crds=tuple(
             crd_facts(expected, seen.get(f"{CRDS}/{expected['metadata']['name']}"))
             for expected in build_crds().values()
@@ -249,45 +251,65 @@ def workload_facts(deployment: Manifest) -> Workload:
     )
 
 
-def webhook_facts(configuration: Manifest, *, kind: str) -> Iterable[WebhookFacts]:
-    """Every webhook of one configuration."""
+def webhook_facts(configuration: Manifest, *, kind: str, serving: Sequence[x509.Certificate]) -> Iterable[WebhookFacts]:
+    """Every webhook of one configuration, and whether it trusts one of the serving certificates."""
     name = configuration["metadata"]["name"]
     for webhook in configuration.get("webhooks", []):
         service = webhook["clientConfig"].get("service", {})
-        bundle = webhook["clientConfig"].get("caBundle", "")
+        authorities = load_certificates(webhook["clientConfig"].get("caBundle", ""))
         yield WebhookFacts(
             configuration=name,
             name=webhook["name"],
             kind=kind,
             failure_policy=webhook.get("failurePolicy", "Fail"),
             service=f"{service.get('namespace', '')}/{service.get('name', '')}",
-            authorities=certificates(base64.b64decode(bundle), where=f"caBundle of {name}"),
+            authorities=tuple(certificate_facts(one, where=f"caBundle of {name}") for one in authorities),
+            trusts_serving=any(is_signed_by(one, authority) for one in serving for authority in authorities)
+            if serving
+            else None,
         )
 
 
-def secret_certificates(secret: Manifest) -> tuple[CertificateFacts, ...]:
-    """The serving certificate in a secret, empty where it holds none."""
-    data = secret.get("data") or {}
+def serving_certificate(secret: Manifest) -> tuple[str, x509.Certificate | None]:
+    """The secret's name and the certificate that it serves; None where it holds none, or an authority's."""
     where = f"secret {secret['metadata']['namespace']}/{secret['metadata']['name']}"
-    return certificates(base64.b64decode(data.get("tls.crt", "")), where=where)[:1]
+    first = next(iter(load_certificates((secret.get("data") or {}).get("tls.crt", ""))), None)
+    return where, None if first is None or is_authority(first) else first
 
 
-def certificates(pem: bytes, *, where: str) -> tuple[CertificateFacts, ...]:
-    """The certificates of a PEM bundle; an unreadable bundle is empty, which the checks report as missing."""
+def load_certificates(base64_pem: str) -> list[x509.Certificate]:
+    """The certificates of a PEM bundle; an unreadable one is empty, which the checks report as missing."""
+    pem = base64.b64decode(base64_pem)
     try:
-        parsed = x509.load_pem_x509_certificates(pem) if pem.strip() else []
+        return x509.load_pem_x509_certificates(pem) if pem.strip() else []
     except ValueError:
-        parsed = []
-    return tuple(
-        CertificateFacts(
-            where=where,
-            subject=one.subject.rfc4514_string(),
-            issuer=one.issuer.rfc4514_string(),
-            not_before=one.not_valid_before_utc,
-            not_after=one.not_valid_after_utc,
-        )
-        for one in parsed
+        return []
+
+
+def certificate_facts(certificate: x509.Certificate, *, where: str) -> CertificateFacts:
+    """What the checks ask of a certificate."""
+    return CertificateFacts(
+        where=where, subject=certificate.subject.rfc4514_string(), not_after=certificate.not_valid_after_utc
     )
+
+
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Whether it may sign others."""
+    try:
+        return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
+    except x509.ExtensionNotFound:
+        return False
+
+
+def is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether the authority's key signed the certificate, or it is the same certificate."""
+    if certificate == authority:
+        return True
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def crd_facts(expected: Manifest, installed: Manifest | None) -> CRDFacts:

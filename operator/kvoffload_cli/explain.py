@@ -1,0 +1,169 @@
+"""`kubectl kvoffload explain pod NAME`: is it injected, attached, replicated, sharing, and why or why not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvoffload.api import keys
+from kvoffload.api.keys import SkipReason
+from kvoffload.api.pool import KVOffloadPool, Sharing
+from kvoffload.api.region import RegionEngine
+from kvoffload.errors import InvalidSpec
+from kvoffload_cli.facts import ClusterFacts, OptedInPod
+from kvoffload_cli.kube import ClusterReader
+from kvoffload_cli.observe import observe_cluster
+from kvoffload_cli.options import Context, Kubeconfig, Output
+from kvoffload_cli.output import OutputFormat, labelled, make_console, print_json, show_bytes
+from kvoffload_cli.remedies import SKIP_REMEDIES
+from kvoffload_cli.status import condition_text
+
+app = typer.Typer(help="Explain one object.", no_args_is_help=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One question about the pod and its answer, in lines."""
+
+    question: str
+    answer: tuple[str, ...]
+
+
+@app.command("pod")
+def pod_command(
+    name: Annotated[str, typer.Argument(help="NAMESPACE/NAME, or NAME with --namespace.")],
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the pod.")] = "default",
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    output: Output = OutputFormat.TEXT,
+) -> None:
+    """Why a pod is or is not injected, attached, replicated and sharing; predicted beside confirmed."""
+    if "/" in name:
+        namespace, _, name = name.partition("/")
+    facts = observe_cluster(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
+    explanations = explain_pod(facts, namespace=namespace, name=name)
+    console = make_console()
+    if output is OutputFormat.JSON:
+        print_json(console, as_document(explanations))
+    else:
+        render(console, explanations)
+
+
+def as_document(explanations: list[Explanation]) -> dict[str, Any]:
+    """Answers by question, for programs."""
+    return {one.question.lower(): list(one.answer) for one in explanations}
+
+
+def render(console: Console, explanations: list[Explanation]) -> None:
+    """Print the answers for people."""
+    for one in explanations:
+        labelled(console, one.question, one.answer)
+
+
+def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Explanation]:
+    """Answer every question that makes sense for this pod. Raises InvalidSpec for a pod without the opt-in label."""
+    pod = next((one for one in facts.pods if (one.namespace, one.name) == (namespace, name)), None)
+    if pod is None:
+        raise InvalidSpec(
+            f"no pod {namespace}/{name} with the label {keys.POOL_LABEL}; label the pod template with "
+            f"{keys.POOL_LABEL}: <pool> and let the pod be created anew"
+        )
+    pool = facts.pool(pod.pool)
+    engines = facts.engines.get((namespace, name), ())
+    answers = [
+        Explanation("Pod", (f"{namespace}/{name}, {pod.phase} on node {pod.node or '(not scheduled)'}",)),
+        Explanation("Pool", tuple(_about_pool(facts, pod, pool))),
+        Explanation("Injected", tuple(_about_injection(pod))),
+    ]
+    if not pod.injected_version:
+        return answers
+    answers.append(Explanation("Attached", tuple(_about_attachment(pod, engines))))
+    answers.append(Explanation("Layout", tuple(_about_layout(pod, engines))))
+    if pool is not None and engines:
+        answers.append(Explanation("Sharing", tuple(_about_sharing(facts, pod, pool))))
+        answers.append(
+            Explanation(
+                "Bytes",
+                tuple(
+                    f"{engine.engine_id}: stored {show_bytes(engine.stored_bytes)}, "
+                    f"loaded {show_bytes(engine.loaded_bytes)}"
+                    for engine in engines
+                ),
+            )
+        )
+    return answers
+
+
+def _about_pool(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool | None) -> Iterator[str]:
+    if pool is None:
+        yield f"{pod.pool} does not exist; there are: {', '.join(one.name for one in facts.pools) or 'none'}"
+        return
+    yield f"{pool.name}, ready: {condition_text(pool, 'Ready')}, mode {pool.spec.mode.value}"
+    region = facts.region(pool=pool.name, node=pod.node)
+    if region is not None:
+        yield f"on node {pod.node}: region {region.name}, ready: {condition_text(region, 'Ready')}"
+    elif pod.node:
+        yield f"on node {pod.node}: no region; the pool's nodeSelector does not match the node"
+
+
+def _about_injection(pod: OptedInPod) -> Iterator[str]:
+    if pod.injected_version:
+        yield f"yes, by version {pod.injected_version}"
+        if not pod.has_volume:
+            yield f"but the volume {keys.VOLUME_NAME} is gone: another webhook removed it after ours"
+    elif pod.skip_reason in list(SkipReason):
+        yield f"no: {pod.skip_reason}"
+        yield SKIP_REMEDIES[SkipReason(pod.skip_reason)]
+    elif pod.skip_reason:
+        yield f"no: {pod.skip_reason} (a reason that this version of the plugin does not know)"
+    else:
+        yield "no: no webhook answered when the pod was created"
+        yield "once `kubectl kvoffload doctor` finds the webhook ready, recreate the pod"
+
+
+def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
+    for engine in engines:
+        since = f" since {engine.attached_since:%Y-%m-%d %H:%M:%S} UTC" if engine.attached_since else ""
+        model = engine.model or "unnamed"
+        yield f"engine {engine.engine_id}{since}, {engine.tensor_parallel_size} ranks, model {model}"
+    if not engines and pod.ready_since is None:
+        yield "not yet: an engine attaches when it has loaded its weights"
+    elif not engines:
+        yield "no: the pod serves without offload"
+        yield f"kubectl -n {pod.namespace} logs {pod.name} | grep -i kvoffload   # the plugin says in one line why"
+
+
+def _about_layout(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
+    yield f"predicted: {pod.predicted_layout or 'nothing'}"
+    for engine in engines:
+        if not engine.confirmed_layout:
+            yield f"confirmed by {engine.engine_id}: not yet, its ranks have not all attached"
+            continue
+        why = ": ".join(part for part in (engine.reason, engine.message) if part)
+        yield f"confirmed by {engine.engine_id}: {engine.confirmed_layout}" + (f" ({why})" if why else "")
+
+
+def _about_sharing(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool) -> Iterator[str]:
+    region = facts.region(pool=pool.name, node=pod.node)
+    others = (
+        []
+        if region is None
+        else [
+            engine
+            for engine in region.status.engines
+            if (engine.pod_namespace, engine.pod_name) != (pod.namespace, pod.name)
+        ]
+    )
+    if pool.spec.sharing is Sharing.POD:
+        yield "with nobody: the pool's sharing is Pod"
+        return
+    if pool.spec.sharing is Sharing.NAMESPACE:
+        others = [engine for engine in others if engine.pod_namespace == pod.namespace]
+        yield f"with pods of namespace {pod.namespace} on this node, where model, settings and layout are the same"
+    else:
+        yield "with every pod of the pool on this node, where model, settings and layout are the same"
+    names = sorted({f"{engine.pod_namespace}/{engine.pod_name} ({engine.model or 'unnamed'})" for engine in others})
+    yield f"attached now: {', '.join(names)}" if names else "attached now: no other"

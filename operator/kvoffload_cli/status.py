@@ -1,0 +1,167 @@
+"""`kubectl kvoffload status`: pools, their nodes, and the engines on them."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvoffload.api.conditions import find
+from kvoffload.api.pool import KVOffloadPool
+from kvoffload.api.region import KVOffloadRegion
+from kvoffload.errors import InvalidSpec
+from kvoffload.units import format_bytes
+from kvoffload_cli.facts import ClusterFacts
+from kvoffload_cli.kube import ClusterReader
+from kvoffload_cli.observe import observe_pools
+from kvoffload_cli.options import Context, Kubeconfig, Output
+from kvoffload_cli.output import OutputFormat, escape, make_console, make_table, print_json, show_bytes
+
+UNKNOWN = "-"
+POOL_COLUMNS = ("POOL", "READY", "MODE", "NODES", "PER NODE", "CAPACITY", "USED", "SAVED", "ENGINES", "REPLICATED")
+REGION_COLUMNS = ("NODE", "POOL", "READY", "CAPACITY", "USED", "FREE", "SAVED", "ENGINES", "DAEMON", "EPOCH")
+ENGINE_COLUMNS = ("POD", "NODE", "ENGINE", "MODEL", "TP", "LAYOUT", "STORED", "LOADED")
+
+
+def command(
+    pool: Annotated[str, typer.Argument(help="Only this pool; default: all.")] = "",
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    output: Output = OutputFormat.TEXT,
+) -> None:
+    """Pools, nodes and engines: what is held, what is saved, what is not ready and why."""
+    facts = observe_pools(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
+    pools = select(facts, pool)
+    console = make_console()
+    if output is OutputFormat.JSON:
+        print_json(console, as_document(facts, pools))
+    else:
+        render(console, facts, pools)
+
+
+def select(facts: ClusterFacts, name: str) -> list[KVOffloadPool]:
+    """All pools, or the one of that name."""
+    if not name:
+        return list(facts.pools)
+    pool = facts.pool(name)
+    if pool is None:
+        names = ", ".join(one.name for one in facts.pools) or "none"
+        raise InvalidSpec(f"no KVOffloadPool {name!r}; there are: {names}")
+    return [pool]
+
+
+def regions_of(facts: ClusterFacts, pool: KVOffloadPool) -> list[KVOffloadRegion]:
+    """The pool's regions in order of their nodes."""
+    return sorted((one for one in facts.regions if one.spec.pool_name == pool.name), key=lambda one: one.spec.node_name)
+
+
+def as_document(facts: ClusterFacts, pools: list[KVOffloadPool]) -> dict[str, Any]:
+    """The API objects' own fields, by pool."""
+    return {
+        "pools": [
+            {
+                "name": pool.name,
+                "spec": pool.spec.to_manifest(),
+                "status": pool.status.to_manifest(),
+                "regions": [
+                    {"name": region.name, "node": region.spec.node_name, "status": region.status.to_manifest()}
+                    for region in regions_of(facts, pool)
+                ],
+            }
+            for pool in pools
+        ],
+        "notRead": [*facts.unreadable, *facts.invalid],
+    }
+
+
+def render(console: Console, facts: ClusterFacts, pools: list[KVOffloadPool]) -> None:
+    """Print the tables for people."""
+    for sentence in (*facts.unreadable, *facts.invalid):
+        console.print(f"not read: {escape(sentence)}", soft_wrap=True)
+    if not pools:
+        console.print("no KVOffloadPool; `kubectl kvoffload plan` prints one for your model")
+        return
+    console.print(make_table(*POOL_COLUMNS, rows=[pool_row(pool) for pool in pools]))
+    for pool in pools:
+        for condition in pool.status.conditions:
+            if condition.status != ("False" if condition.type == "Degraded" else "True"):
+                console.print(
+                    escape(
+                        f"{pool.name}: {condition.type} {condition.status}: {condition.reason}: {condition.message}"
+                    ),
+                    soft_wrap=True,
+                )
+    regions = [region for pool in pools for region in regions_of(facts, pool)]
+    if regions:
+        console.print()
+        console.print(make_table(*REGION_COLUMNS, rows=[region_row(region) for region in regions]))
+    engines = [engine_row for region in regions for engine_row in engine_rows(region)]
+    if engines:
+        console.print()
+        console.print(make_table(*ENGINE_COLUMNS, rows=engines))
+
+
+def pool_row(pool: KVOffloadPool) -> list[str]:
+    """One pool."""
+    status, nodes = pool.status, pool.status.nodes
+    return [
+        pool.name,
+        condition_text(pool, "Ready"),
+        pool.spec.mode.value,
+        f"{nodes.ready}/{nodes.matching}",
+        f"{format_bytes(pool.spec.capacity)} ({pool.spec.page_size.value})",
+        show_bytes(status.capacity_bytes),
+        show_bytes(status.used_bytes),
+        show_bytes(status.saved_bytes),
+        str(status.engines.attached),
+        str(status.engines.replicated),
+    ]
+
+
+def region_row(region: KVOffloadRegion) -> list[str]:
+    """One node of a pool."""
+    status = region.status
+    return [
+        region.spec.node_name,
+        region.spec.pool_name,
+        condition_text(region, "Ready"),
+        show_bytes(status.capacity_bytes),
+        show_bytes(status.used_bytes),
+        show_bytes(status.free_bytes),
+        show_bytes(status.saved_bytes),
+        str(status.engines_attached),
+        status.daemon_version or UNKNOWN,
+        str(status.epoch),
+    ]
+
+
+def engine_rows(region: KVOffloadRegion) -> list[list[str]]:
+    """The engines of a region."""
+    return [
+        [
+            f"{engine.pod_namespace}/{engine.pod_name}",
+            region.spec.node_name,
+            engine.engine_id,
+            engine.model or UNKNOWN,
+            str(engine.tensor_parallel_size),
+            layout_text(engine.confirmed_layout, engine.reason),
+            show_bytes(engine.stored_bytes),
+            show_bytes(engine.loaded_bytes),
+        ]
+        for engine in region.status.engines
+    ]
+
+
+def layout_text(confirmed: str, reason: str) -> str:
+    """The confirmed layout, with the reason where it is not the shared one."""
+    if not confirmed:
+        return "waiting for its ranks"
+    return confirmed if confirmed == "replicated" or not reason else f"{confirmed} ({reason})"
+
+
+def condition_text(one: KVOffloadPool | KVOffloadRegion, kind: str) -> str:
+    """`True`, or the status and the reason."""
+    condition = find(one.status.conditions, kind)
+    if condition is None:
+        return "Unknown"
+    return condition.status if condition.status == "True" else f"{condition.status} ({condition.reason})"

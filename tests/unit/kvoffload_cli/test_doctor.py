@@ -1,0 +1,102 @@
+"""`kubectl kvoffload doctor`: one finding for each ailment, none for a healthy cluster."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from fixtures.cli.cluster import NOW, SYSTEM, Authority, FixtureReader, ailing, healthy, node, pod, pool, secret
+from fixtures.cli.cluster import webhook_configuration as configuration
+from kvoffload_cli import doctor
+from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
+from kvoffload_cli.facts import ClusterFacts
+from kvoffload_cli.observe import ADMISSION, POOLS, observe_cluster
+
+Objects = dict[str, object]
+
+
+def findings_of(objects: Objects) -> list[Finding]:
+    return run_checks(observe_cluster(FixtureReader(objects), now=NOW))
+
+
+def rendered(facts: ClusterFacts) -> str:
+    console = Console(width=160, highlight=False)
+    with console.capture() as capture:
+        doctor.render(console, facts, run_checks(facts))
+    return capture.get()
+
+
+def test_healthy_cluster_has_no_finding(golden: Callable[[str, str], None]) -> None:
+    facts = observe_cluster(FixtureReader(healthy()), now=NOW)
+    assert run_checks(facts) == []
+    golden("doctor-healthy.txt", rendered(facts))
+
+
+def test_every_ailment_is_found_with_its_remedy(golden: Callable[[str, str], None]) -> None:
+    facts = observe_cluster(FixtureReader(ailing()), now=NOW)
+    golden("doctor-ailing.txt", rendered(facts))
+    findings = run_checks(facts)
+    assert {finding.check for finding in findings} == {check.__name__ for check in CHECKS}
+    assert all(finding.remedy for finding in findings)
+    document = doctor.as_document(facts, findings)
+    assert json.loads(json.dumps(document))["findings"][0]["severity"] == "error"
+
+
+def test_status_is_1_only_for_errors() -> None:
+    warning = Finding(Severity.WARNING, "a", "b", "c", "d")
+    error = Finding(Severity.ERROR, "a", "b", "c", "d")
+    assert [doctor.exit_status(found) for found in ([], [warning], [warning, error])] == [0, 0, 1]
+
+
+def test_an_empty_cluster_is_told_to_install() -> None:
+    found = findings_of({"/version": {"major": "1", "minor": "37"}})
+    assert {finding.check for finding in found} == {"crd_is_missing_or_outdated", "release_is_incomplete"}
+
+
+def test_what_rbac_forbids_is_said_and_not_taken_for_a_fault(golden: Callable[[str, str], None]) -> None:
+    denied = (f"/api/v1/namespaces/{SYSTEM}/secrets", "/api/v1/nodes")
+    facts = observe_cluster(FixtureReader(healthy(), denied=denied), now=NOW)
+    assert run_checks(facts) == []
+    assert len(facts.unreadable) == 2
+    golden("doctor-denied.txt", rendered(facts))
+
+
+@pytest.mark.parametrize(
+    ("days", "severity", "word"), [(-1, Severity.ERROR, "expired"), (13, Severity.WARNING, "expires"), (15, None, "")]
+)
+def test_certificate_is_reported_two_weeks_ahead(days: int, severity: Severity | None, word: str) -> None:
+    objects, authority = healthy(), Authority()
+    objects[f"/api/v1/namespaces/{SYSTEM}/secrets"] = [secret(authority.serving(days=days))]
+    objects[f"{ADMISSION}/mutatingwebhookconfigurations"] = [configuration(authority.bundle)]
+    found = findings_of(objects)
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
+    assert all(word in finding.message for finding in found)
+
+
+@pytest.mark.parametrize("bundle", ["", "bm8gY2VydGlmaWNhdGU="])
+def test_bundle_without_a_certificate_is_an_error(bundle: str) -> None:
+    objects = healthy()
+    objects[f"{ADMISSION}/mutatingwebhookconfigurations"] = [configuration(bundle)]
+    (found,) = findings_of(objects)
+    assert found.check == "webhook_is_not_trusted"
+    assert "empty" in found.message
+
+
+def test_pages_requested_by_others_count_only_before_our_daemon_has_them() -> None:
+    objects = healthy()
+    objects["/api/v1/nodes"] = [node("gpu-1", pages="72Gi"), node("gpu-2")]
+    other = pod("dpdk", namespace="network", labels={}, pages="16Gi", injected=False)
+    objects["/api/v1/pods"] = [*objects["/api/v1/pods"], other]  # type: ignore[misc]
+    assert findings_of(objects) == [], "the daemon on gpu-1 has its pages already"
+    objects["/api/v1/pods"] = [other]
+    (found,) = findings_of(objects)[:1]
+    assert found.check == "node_is_short_of_pages"
+    assert "16Gi of 72Gi hugepages-2Mi are requested by other pods" in found.message
+
+
+def test_two_pools_that_fit_together_are_fine() -> None:
+    objects = healthy()
+    status = objects[POOLS][0]["status"]  # type: ignore[index]
+    objects[POOLS] = [pool("llm", capacity="32Gi", status=status), pool("second", capacity="32Gi", status=status)]
+    assert "pools_overlap" not in {finding.check for finding in findings_of(objects)}
