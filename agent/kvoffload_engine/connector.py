@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvoffload import __version__
@@ -34,10 +33,10 @@ from kvoffload.layout.gate import LayoutDecision
 from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine import compat
 from kvoffload_engine.facts import WorkerFacts, observe_worker
+from kvoffload_engine.log import logger
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.worker import KVOffloadWorker
 
-logger = init_logger(__name__)
 SOCKET_VARIABLE = "KVOFFLOAD_SOCKET"
 PROCESS = os.urandom(16)
 """Names this process in every `Hello`. Drawn after vLLM started it: workers are spawned, or forked before this

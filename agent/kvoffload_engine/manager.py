@@ -25,7 +25,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -62,9 +61,8 @@ from kvoffload.protocol.messages import (
     Reserved,
     Unpin,
 )
+from kvoffload_engine.log import logger
 from kvoffload_engine.slots import RegionSlots, SlotRow
-
-logger = init_logger(__name__)
 
 STEP_SECONDS = 0.002
 MAX_RETRIES = 2

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffload.errors import DaemonUnavailable, KVOffloadError
@@ -39,11 +38,10 @@ from kvoffload.protocol.messages import (
     Revoked,
     Seal,
 )
+from kvoffload_engine.log import logger
 from kvoffload_engine.mapping import RegionMapping
 from kvoffload_engine.slots import RegionSlots
 from kvoffload_engine.transfer.plan import WHOLE, CopyPlan, DeviceTensors, PlanError, Stripe, plan_copy
-
-logger = init_logger(__name__)
 
 REPORT_SECONDS = 1.0
 START_WAIT_SECONDS = 2.0

@@ -1,9 +1,11 @@
-"""Messages of the session protocol, one msgspec struct each; `docs/design/0001-contracts.md` tells the order of a session.
+"""Messages of the session protocol, one msgspec struct each; `docs/design/0001-contracts.md` tells the order of a
+session.
 
-Runs in the node daemon, the attacher and every vLLM process. A struct is encoded as a msgpack array whose first item is its
-tag, so field order is the wire format: append only, and raise `PROTOCOL_VERSION` when an old peer would misread a message.
-Bounds stand in the types: decoding refuses what is outside them. Offsets are packed little-endian int64, keys are packed bytes
-of one length, because a list of a thousand Python objects costs more than the look-up itself.
+Runs in the node daemon, the attacher and every vLLM process. A struct is encoded as a msgpack array whose first item
+is its tag, so field order is the wire format: append only, and raise `PROTOCOL_VERSION` when an old peer would
+misread a message. Bounds stand in the types: decoding refuses what is outside them. Offsets are packed little-endian
+int64, keys are packed bytes of one length, because a list of a thousand Python objects costs more than the look-up
+itself.
 """
 
 from typing import Annotated, Union
@@ -32,10 +34,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all messages."""
 
 
-# --- attacher -> daemon -------------------------------------------------------------------------------------------------
+# --- attacher -> daemon
+# -------------------------------------------------------------------------------------------------
 
 
-class AttachPod(Message, tag="attach"):
+class AttachPod(Message, frozen=True, tag="attach"):
     """A pod's listening socket comes with this frame as its one descriptor."""
 
     pod_uid: Annotated[str, msgspec.Meta(pattern="^[0-9a-zA-Z-]{1,64}$")]
@@ -45,22 +48,23 @@ class AttachPod(Message, tag="attach"):
     """Annotation `kvoffload.io/replicated-layout`, empty if none."""
 
 
-class DetachPod(Message, tag="detach"):
+class DetachPod(Message, frozen=True, tag="detach"):
     """The pod's folder is gone; its socket is closed, its sessions live on until they end."""
 
     pod_uid: Text
 
 
-class Attached(Message, tag="attached"):
+class Attached(Message, frozen=True, tag="attached"):
     """Answer to `AttachPod`."""
 
     pod_uid: Text
 
 
-# --- engine -> daemon ---------------------------------------------------------------------------------------------------
+# --- engine -> daemon
+# ---------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """First message of a session, from a scheduler (`rank` -1) or a worker."""
 
     protocol_min: Annotated[int, msgspec.Meta(ge=1, le=1000)]
@@ -82,15 +86,16 @@ class Hello(Message, tag="hello"):
     engine_version: Text = ""
     agent_version: Text = ""
     process: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
-    """16 random bytes, drawn once in each process and the same in every `Hello` of it. By it the daemon knows a process that
-    connects again (it takes over what it held) from a successor with the same engine id (which must not)."""
+    """16 random bytes, drawn once in each process and the same in every `Hello` of it. By it the daemon knows a
+    process that connects again (it takes over what it held) from a successor with the same engine id (which must
+    not)."""
 
 
-class Mapped(Message, tag="mapped"):
+class Mapped(Message, frozen=True, tag="mapped"):
     """This worker has mapped the region."""
 
 
-class Bind(Message, tag="bind"):
+class Bind(Message, frozen=True, tag="bind"):
     """The scheduler's hash seed and key length, known at its first request; answered by `Bound`."""
 
     none_hash: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -99,7 +104,7 @@ class Bind(Message, tag="bind"):
     """Keys of this namespace are for this engine alone (weights were updated in place)."""
 
 
-class Lookup(Message, tag="lookup"):
+class Lookup(Message, frozen=True, tag="lookup"):
     """Which of these keys are READY; each hit is leased once to this session. Answered by `Found`."""
 
     request: Count
@@ -108,26 +113,26 @@ class Lookup(Message, tag="lookup"):
     """0: the bound namespace; 1: the private one of this engine (adapters, multimodal input)."""
 
 
-class Pin(Message, tag="pin"):
+class Pin(Message, frozen=True, tag="pin"):
     """One more lease on slots that this session has leased already."""
 
     offsets: Offsets
 
 
-class Unpin(Message, tag="unpin"):
+class Unpin(Message, frozen=True, tag="unpin"):
     """One lease less on each of these slots."""
 
     offsets: Offsets
 
 
-class Reserve(Message, tag="reserve"):
+class Reserve(Message, frozen=True, tag="reserve"):
     """Asks for slots to write, ahead of need; answered by `Reserved` with as many as there are."""
 
     request: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)]
 
 
-class Assign(Message, tag="assign"):
+class Assign(Message, frozen=True, tag="assign"):
     """The keys that will be written to these reserved slots."""
 
     epoch: Count
@@ -136,7 +141,7 @@ class Assign(Message, tag="assign"):
     namespace: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
 
 
-class Seal(Message, tag="seal"):
+class Seal(Message, frozen=True, tag="seal"):
     """This worker has written its part of these slots."""
 
     epoch: Count
@@ -145,7 +150,7 @@ class Seal(Message, tag="seal"):
     """Optional packed int64, one a slot, over this rank's pages."""
 
 
-class Fail(Message, tag="fail"):
+class Fail(Message, frozen=True, tag="fail"):
     """These slots will not be written (scheduler or worker), or their bytes are wrong (`drop`)."""
 
     epoch: Count
@@ -154,14 +159,15 @@ class Fail(Message, tag="fail"):
     """True: the slots are READY, leased by this session, and their bytes are wrong: nobody may hit them again."""
 
 
-class Generation(Message, tag="generation"):
+class Generation(Message, frozen=True, tag="generation"):
     """The engine's cache was reset: what it stored before is not hit by it again."""
 
     private: bool = False
 
 
-class Reassert(Message, tag="reassert"):
-    """After a daemon's restart: what this session still reads (`pins`) and writes (`writes`); nothing else is touched."""
+class Reassert(Message, frozen=True, tag="reassert"):
+    """After a daemon's restart: what this session still reads (`pins`) and writes (`writes`); nothing else is
+    touched."""
 
     epoch: Count
     """The epoch in which these were given out."""
@@ -169,13 +175,13 @@ class Reassert(Message, tag="reassert"):
     writes: Offsets
 
 
-class Revoked(Message, tag="revoked"):
+class Revoked(Message, frozen=True, tag="revoked"):
     """Acknowledges `Revoke`: these extents are unregistered and unmapped here."""
 
     extents: Offsets
 
 
-class Report(Message, tag="report"):
+class Report(Message, frozen=True, tag="report"):
     """Counters of one engine process since its last report."""
 
     stored_bytes: Count = 0
@@ -188,10 +194,11 @@ class Report(Message, tag="report"):
     """What the daemon should say in the region's status, for example that pages are not registered with the GPU."""
 
 
-# --- daemon -> engine ---------------------------------------------------------------------------------------------------
+# --- daemon -> engine
+# ---------------------------------------------------------------------------------------------------
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """Answer to `Hello`. Descriptors with it: a worker gets [region, lock], a scheduler [lock]."""
 
     protocol: int
@@ -204,14 +211,14 @@ class Welcome(Message, tag="welcome"):
     daemon_version: Text = ""
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """Answer to a request that is not allowed; after a `Hello` the session ends."""
 
     reason: Text
     message: LongText
 
 
-class EngineReady(Message, tag="ready"):
+class EngineReady(Message, frozen=True, tag="ready"):
     """Pushed to the scheduler and the workers when all ranks have mapped."""
 
     replicated: bool
@@ -222,27 +229,27 @@ class EngineReady(Message, tag="ready"):
     reason: Text = ""
 
 
-class EngineLost(Message, tag="lost"):
+class EngineLost(Message, frozen=True, tag="lost"):
     """Pushed when a rank's session ended: until `EngineReady` comes again every look-up is a miss."""
 
     message: LongText
 
 
-class Bound(Message, tag="bound"):
+class Bound(Message, frozen=True, tag="bound"):
     """Answer to `Bind`."""
 
     num_ready: Count
     """READY slots in the namespace, for the log."""
 
 
-class Found(Message, tag="found"):
+class Found(Message, frozen=True, tag="found"):
     """Answer to `Lookup`: an offset for each key, -1 for a miss."""
 
     request: Count
     offsets: Offsets
 
 
-class Reserved(Message, tag="reserved"):
+class Reserved(Message, frozen=True, tag="reserved"):
     """Answer to `Reserve`."""
 
     request: Count
@@ -252,13 +259,13 @@ class Reserved(Message, tag="reserved"):
     """Why fewer came than were asked for, empty if not."""
 
 
-class Revoke(Message, tag="revoke"):
+class Revoke(Message, frozen=True, tag="revoke"):
     """These extents will be taken back: stop, unregister, unmap, then answer `Revoked`."""
 
     extents: Offsets
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, frozen=True, tag="drain"):
     """The daemon stops or the pool is paused: finish what is in flight, start nothing new, reconnect later."""
 
     message: LongText
@@ -268,6 +275,4 @@ FromAttacher = Union[AttachPod, DetachPod]
 FromEngine = Union[
     Hello, Mapped, Bind, Lookup, Pin, Unpin, Reserve, Assign, Seal, Fail, Generation, Reassert, Revoked, Report
 ]
-FromDaemon = Union[
-    Welcome, Refused, EngineReady, EngineLost, Bound, Found, Reserved, Revoke, Drain, Attached
-]
+FromDaemon = Union[Welcome, Refused, EngineReady, EngineLost, Bound, Found, Reserved, Revoke, Drain, Attached]

@@ -1,0 +1,287 @@
+"""A node daemon for tests of the engine: the whole protocol over a memfd, no eviction, and faults on command.
+
+It is no proof of the daemon (`kvoffload_node` has its own tests); it is there to be slow, to fall silent or to talk
+nonsense in the way that a test asks for, which the real one cannot be asked to do.
+
+    python -m scripted_daemon SOCKET REGION_BYTES       serves until it is killed; the first line of stdout says
+    "ready"
+
+Faults, as lines on stdin: `delay SECONDS` before each answer, `silent` (reads, answers nothing), `nonsense` (answers
+with bytes that are no message), `close` (ends every session), `miss` (every look-up is a miss), `normal`, `dump`
+(prints its state as JSON).
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvoffload.layout.rows import RankPart, plan_row
+from kvoffload.protocol.framing import FrameReader, pack_frame
+from kvoffload.protocol.messages import (
+    Assign,
+    Bind,
+    Bound,
+    EngineReady,
+    Fail,
+    Found,
+    FromEngine,
+    Generation,
+    Hello,
+    Lookup,
+    Mapped,
+    Message,
+    Reassert,
+    Report,
+    Reserve,
+    Reserved,
+    Seal,
+    Unpin,
+    Welcome,
+)
+
+PAGE = 4096
+
+
+def pack(offsets: list[int]) -> bytes:
+    return np.array(offsets, dtype="<i8").tobytes()
+
+
+def unpack(offsets: bytes) -> list[int]:
+    return np.frombuffer(offsets, dtype="<i8").tolist()
+
+
+@dataclass
+class Engine:
+    hellos: dict[int, Hello] = field(default_factory=dict)
+    mapped: set[int] = field(default_factory=set)
+    sessions: dict[int, "Connection"] = field(default_factory=dict)
+    namespace: tuple = ()
+    key_bytes: int = 0
+    generation: int = 0
+    is_ready: bool = False
+
+
+@dataclass
+class Slot:
+    key: tuple | None = None
+    sealed: set[int] = field(default_factory=set)
+    is_ready: bool = False
+    leases: int = 0
+
+
+class ScriptedDaemon:
+    def __init__(self, region_bytes: int, epoch: int = 1) -> None:
+        self.region_bytes = region_bytes
+        self.epoch = epoch
+        self.region = os.memfd_create("kvoffload-test")
+        os.truncate(self.region, region_bytes)
+        self.end = 0
+        self.free: list[int] = []
+        self.slots: dict[int, Slot] = {}
+        self.ready: dict[tuple, int] = {}
+        self.engines: dict[str, Engine] = {}
+        self.connections: set[Connection] = set()
+        self.fault = "normal"
+        self.delay_seconds = 0.0
+        self.counts = {"lookups": 0, "hits": 0, "sealed": 0, "failed": 0, "dropped": 0, "reports": []}
+
+    def dump(self) -> dict:
+        return {
+            **self.counts,
+            "ready": len(self.ready),
+            "leases": sum(slot.leases for slot in self.slots.values()),
+            "writing": sum(not slot.is_ready and slot.key is not None for slot in self.slots.values()),
+            "engines": {
+                name: {
+                    str(rank): [hello.part, hello.part_bytes, hello.reason, hello.identity.hex()]
+                    for rank, hello in one.hellos.items()
+                }
+                for name, one in self.engines.items()
+            },
+            "offsets": sorted(self.ready.values()),
+        }
+
+    def reserve(self, slot_bytes: int) -> int | None:
+        if self.free:
+            return self.free.pop()
+        if self.end + slot_bytes > self.region_bytes:
+            return None
+        self.end += slot_bytes
+        return self.end - slot_bytes
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, daemon: ScriptedDaemon) -> None:
+        self.daemon = daemon
+        self.reader = FrameReader()
+        self.hello: Hello | None = None
+        self.decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.daemon.connections.add(self)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.daemon.connections.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.reader.feed(data)
+        while (payload := self.reader.next_frame()) is not None:
+            message = self.decoder.decode(payload)
+            if self.daemon.delay_seconds:
+                asyncio.get_running_loop().call_later(self.daemon.delay_seconds, self.handle, message)
+            else:
+                self.handle(message)
+
+    def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
+        if self.daemon.fault == "silent":
+            return
+        if self.daemon.fault == "nonsense":
+            self.transport.write(pack_frame(b"\x93\xa3abc\x01\x02"))
+            return
+        frame = pack_frame(msgspec.msgpack.encode(message))
+        if descriptors:
+            raw = self.transport.get_extra_info("socket")
+            socket.send_fds(socket.socket(fileno=os.dup(raw.fileno())), [frame], list(descriptors))
+        else:
+            self.transport.write(frame)
+
+    @property
+    def engine(self) -> Engine:
+        return self.daemon.engines[self.hello.engine_id]
+
+    def handle(self, message: FromEngine) -> None:
+        daemon = self.daemon
+        match message:
+            case Hello():
+                self.hello = message
+                engine = daemon.engines.setdefault(message.engine_id, Engine())
+                engine.sessions[message.rank] = self
+                engine.is_ready = False
+                if message.role == "worker":
+                    engine.hellos[message.rank] = message
+                    engine.mapped.discard(message.rank)
+                lock = os.memfd_create("lock")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                welcome = Welcome(1, daemon.epoch, daemon.region_bytes, PAGE, daemon.region_bytes, True, "scripted")
+                self.send(welcome, (daemon.region, lock) if message.role == "worker" else (lock,))
+                os.close(lock)
+                self.push_ready()
+            case Mapped():
+                self.engine.mapped.add(self.hello.rank)
+                self.push_ready()
+            case Bind():
+                self.engine.namespace = (self.hello.identity, message.none_hash, message.private)
+                self.engine.key_bytes = message.key_bytes
+                self.send(Bound(len(daemon.ready)))
+            case Lookup():
+                size = self.engine.key_bytes
+                keys = [message.keys[i : i + size] for i in range(0, len(message.keys), size)]
+                offsets = [daemon.ready.get(self.name(key, message.namespace), -1) for key in keys]
+                if daemon.fault == "miss":
+                    offsets = [-1] * len(keys)
+                for offset in offsets:
+                    if offset >= 0:
+                        daemon.slots[offset].leases += 1
+                daemon.counts["lookups"] += 1
+                daemon.counts["hits"] += sum(offset >= 0 for offset in offsets)
+                self.send(Found(message.request, pack(offsets)))
+            case Unpin():
+                for offset in unpack(message.offsets):
+                    daemon.slots[offset].leases -= 1
+            case Reserve():
+                given = [daemon.reserve(self.row.slot_bytes) for _ in range(message.count)]
+                offsets = [offset for offset in given if offset is not None]
+                for offset in offsets:
+                    daemon.slots[offset] = Slot()
+                self.send(Reserved(message.request, daemon.epoch, pack(offsets), "" if None not in given else "full"))
+            case Assign():
+                size = self.engine.key_bytes
+                for index, offset in enumerate(unpack(message.offsets)):
+                    key = message.keys[index * size : (index + 1) * size]
+                    daemon.slots[offset].key = self.name(key, message.namespace)
+                    self.publish(offset)
+            case Seal():
+                for offset in unpack(message.offsets):
+                    daemon.slots[offset].sealed.add(self.hello.rank)
+                    daemon.counts["sealed"] += 1
+                    self.publish(offset)
+            case Fail():
+                for offset in unpack(message.offsets):
+                    slot = daemon.slots[offset]
+                    daemon.counts["dropped" if message.drop else "failed"] += 1
+                    daemon.ready.pop(slot.key, None)
+                    slot.key = None
+            case Generation():
+                self.engine.generation += 1
+            case Reassert():
+                pass
+            case Report():
+                daemon.counts["reports"].append([self.hello.rank, message.stored_bytes, message.loaded_bytes])
+
+    def name(self, key: bytes, namespace: int) -> tuple:
+        private = self.hello.engine_id if namespace else ""
+        return (self.engine.namespace, self.row.part_offsets, private, self.engine.generation, key)
+
+    @property
+    def row(self):
+        hellos = self.engine.hellos
+        return plan_row([RankPart(hellos[rank].part, hellos[rank].part_bytes) for rank in sorted(hellos)])
+
+    def push_ready(self) -> None:
+        engine = self.engine
+        world = self.hello.world_size
+        if len(engine.mapped) < world or -1 not in engine.sessions:
+            return
+        row = self.row
+        for session in engine.sessions.values():
+            session.send(
+                EngineReady(row.is_replicated, row.slot_bytes, row.part_offsets, row.sharers, row.sharer_index)
+            )
+
+    def publish(self, offset: int) -> None:
+        slot = self.daemon.slots[offset]
+        if slot.key is not None and len(slot.sealed) == self.hello.world_size and not slot.is_ready:
+            slot.is_ready = True
+            if slot.key in self.daemon.ready:
+                self.daemon.free.append(offset)
+            else:
+                self.daemon.ready[slot.key] = offset
+
+
+async def serve(path: str, region_bytes: int) -> None:
+    daemon = ScriptedDaemon(region_bytes)
+    with contextlib.suppress(FileNotFoundError):
+        Path(path).unlink()
+    loop = asyncio.get_running_loop()
+    await loop.create_unix_server(lambda: Connection(daemon), path)
+    print("ready", flush=True)
+    commands = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    while line := (await commands.readline()).decode().split():
+        match line:
+            case ["dump"]:
+                print(json.dumps(daemon.dump()), flush=True)
+                continue
+            case ["delay", seconds]:
+                daemon.delay_seconds = float(seconds)
+            case ["close"]:
+                for connection in list(daemon.connections):
+                    connection.transport.abort()
+            case [fault]:
+                daemon.fault, daemon.delay_seconds = fault, 0.0
+        print("ok", time.monotonic(), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
