@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvoffload.api.pool import PageSize
 from kvoffload.errors import InvalidSpec
+from kvoffload.layout.extents import plan_extent_bytes
 from kvoffload.layout.gate import (
     GateFacts,
     LayerFacts,
@@ -23,8 +24,6 @@ from kvoffload.units import format_bytes, nearest_multiples, parse_quantity
 
 GIB = 1 << 30
 PAGE_BYTES = {size.value: size.num_bytes for size in PageSize}
-EXTENT_BYTES = {"2Mi": 64 << 20, "1Gi": GIB}
-"""The region is given out in extents; a slot never straddles two of them."""
 
 KEPT_SHARE = 4
 MIN_KEPT_BYTES = 16 * GIB
@@ -153,7 +152,7 @@ def plan_sizing(
     part_bytes = kv.bytes_per_block * engine.blocks_per_chunk
     parts = [RankPart(part=verdict.part, num_bytes=part_bytes) for verdict in verdicts]
     row, plain_row = plan_row(parts), plan_row(parts, sharing_allowed=False)
-    extent_bytes = EXTENT_BYTES[page_name]
+    extent_bytes = plan_extent_bytes(capacity_bytes, page_bytes)
     if row.slot_bytes > extent_bytes:
         raise InvalidSpec(
             f"one chunk needs {row.slot_bytes} bytes, more than an extent of {format_bytes(extent_bytes)}; "

@@ -3,9 +3,9 @@
 Pure. Called by `kubectl kvoffload plan`; an engine measures its real page sizes, and tests hold the two against each
 other. Formulas (vLLM `v1/kv_cache_interface.py`, `AttentionSpec.page_size_bytes`):
 
-    multi-head latent attention   layers x (kv_lora_rank + qk_rope_head_dim) x bytes per element, on every rank the same
-    sparse MLA (DeepSeek-V3.2)    the same + layers x (index_head_dim + 4 per 128 of them) bytes of indexer keys
-    grouped-query attention       layers x 2 x max(1, KV heads / ranks) x head_dim x bytes per element, on each rank
+    latent attention (MLA)   layers x (kv_lora_rank + qk_rope_head_dim) x element bytes, the same on every rank
+    sparse MLA (V3.2)        the same + layers x (index_head_dim + 4 per 128 of them) bytes of indexer keys
+    grouped-query            layers x 2 x max(1, KV heads / ranks) x head_dim x element bytes, on each rank
 
 Pipeline stages divide the layers; the stage with most of them is what counts.
 """

@@ -22,22 +22,9 @@ from kvoffload_node.region.hugetlbfs import RegionFile, Reservation
 
 log = logging.getLogger(__name__)
 
-MAX_EXTENT_BYTES = 64 << 20
-WANTED_EXTENTS = 8
-"""A pool has at least so many extents, if its pages are not too large for that: else nothing could move."""
 HEADROOM_EXTENTS = 2
 """Spare extents that a tenant with engines has ahead of demand."""
 RETRY_SECONDS = 5.0
-
-
-def plan_extent_bytes(capacity_bytes: int, page_bytes: int) -> int:
-    """The extent's length: one large page, or 64 MiB, or less where the capacity is small or would leave a remainder."""
-    extent_bytes = max(page_bytes, MAX_EXTENT_BYTES)
-    while extent_bytes > page_bytes and (
-        capacity_bytes // extent_bytes < WANTED_EXTENTS or capacity_bytes % extent_bytes > capacity_bytes // 100
-    ):
-        extent_bytes = max(page_bytes, extent_bytes // 2)
-    return extent_bytes
 
 
 @dataclass(slots=True, eq=False)

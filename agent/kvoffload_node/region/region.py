@@ -11,12 +11,13 @@ from pathlib import Path
 from kvoffload.api.pool import Mode, ReplicatedLayout, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import PagesUnavailable, RefusalReason, RegionUnusable, SessionRefused
+from kvoffload.layout.extents import plan_extent_bytes
 from kvoffload_node.index.catalog import Catalog, NamespaceEntry, TenantEntry, read_catalog, write_catalog
 from kvoffload_node.index.journal import TenantJournal
 from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
 from kvoffload_node.index.slots import Namespace
 from kvoffload_node.index.tenant import Clock, TenantIndex
-from kvoffload_node.region.extents import ExtentPool, Tenant, plan_extent_bytes
+from kvoffload_node.region.extents import ExtentPool, Tenant
 from kvoffload_node.region.hugetlbfs import Mount, RegionFile, Reservation
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,7 @@ class Region:
         extent_bytes = plan_extent_bytes(spec.capacity_bytes, mount.page_bytes)
         span_bytes = spec.capacity_bytes // extent_bytes * extent_bytes
         known = read_catalog(self._catalog_path)
-        if known is None or known.boot_id != boot_id or known.extent_bytes != extent_bytes:
-            known = None
-        elif known.span_bytes != span_bytes:
+        if known is None or known.boot_id != boot_id or known.extent_bytes != extent_bytes or known.span_bytes != span_bytes:
             known = None
         self.catalog = known or Catalog(boot_id=boot_id, extent_bytes=extent_bytes, span_bytes=span_bytes)
         self.catalog.epoch = (read_epoch(self._catalog_path) or 0) + 1
