@@ -2,14 +2,21 @@
 
 import argparse
 import asyncio
-import json
 import logging
+import signal
 import sys
+import time
 
-from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import KVOffloadError
+from kvoffload_node.attach.attacher import Attacher
+from kvoffload_node.attach.handoff import Handoff
+from kvoffload_node.attach.pods import NodePods
 from kvoffload_node.daemon import Daemon
+from kvoffload_node.health import start_attacher_endpoint
 from kvoffload_node.settings import NodeSettings
+
+ALIVE_SECONDS = 30.0
+"""An attacher that has not looked around for so long is stuck."""
 
 
 def main() -> int:
@@ -20,21 +27,33 @@ def main() -> int:
     settings = NodeSettings()  # type: ignore[call-arg]  # its fields come from the environment
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(_run_daemon(settings) if command == "daemon" else _run_attacher(settings))
+        if command == "daemon":
+            asyncio.run(Daemon(settings).run())
+        else:
+            _run_attacher(settings)
     except KVOffloadError as error:
         logging.getLogger("kvoffload_node").error("%s", error)
         return 1
     return 0
 
 
-async def _run_daemon(settings: NodeSettings) -> None:
-    assert settings.region_file is not None
-    spec = KVOffloadRegionSpec.model_validate(json.loads(settings.region_file.read_text()))
-    await Daemon(settings, spec).run()
-
-
-async def _run_attacher(settings: NodeSettings) -> None:
-    raise NotImplementedError
+def _run_attacher(settings: NodeSettings) -> None:
+    pods = NodePods(pool=settings.pool, node_name=settings.node_name, own_namespace=settings.namespace)
+    attacher = Attacher(
+        pods=pods,
+        kubelet_pods=settings.kubelet_pods,
+        library=settings.engine_library,
+        handoff=Handoff(settings.handoff_socket),
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: attacher.stopped.set())
+    endpoint = start_attacher_endpoint(
+        settings.attacher_port, lambda: time.monotonic() - attacher.last_look < ALIVE_SECONDS
+    )
+    pods.start()
+    attacher.run()
+    pods.stop()
+    endpoint.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,111 +1,365 @@
-"""The node daemon: puts the parts together, runs them, stops them.
+"""The node daemon: puts the parts together, runs them, reports on them, stops them.
 
 Runs as `python -m kvoffload_node daemon`, one for each pool and node.
+
+    spec ──> region opened ──> earlier engines recovered ──> pages reserved ──> serving ──> draining ──> files kept or unlinked
+     │           │ no: condition, tried again                   │ no: condition, tried again      ^
+     └─ from KVOffloadRegion, or a file                                                           └── SIGTERM, region deleted
 """
 
 import asyncio
 import contextlib
 import fcntl
 import gc
+import json
 import logging
 import os
 import signal
+from dataclasses import dataclass
+from pathlib import Path
 
-from kvoffload.api.region import KVOffloadRegionSpec
+from kubernetes.client.exceptions import ApiException
+from pydantic import ValidationError
+from urllib3.exceptions import HTTPError
+
+from kvoffload.api.conditions import Condition, RegionCondition, RegionReason
+from kvoffload.api.pool import Mode, ReclaimPolicy
+from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec
 from kvoffload.errors import PagesUnavailable, RegionUnusable
-from kvoffload.protocol.messages import Drain
+from kvoffload.units import format_bytes
+from kvoffload_node.health import start_daemon_endpoints
+from kvoffload_node.host.hugepages import explain_shortage
+from kvoffload_node.host.paths import HostPaths
+from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import read_mount
 from kvoffload_node.region.region import Region
+from kvoffload_node.report import RegionClient, build_status
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
 from kvoffload_node.session.server import Server
 from kvoffload_node.settings import NodeSettings
+from kvoffload_node.status import Finding
 
 log = logging.getLogger(__name__)
 
-RESERVE_RETRY_SECONDS = 5.0
+RETRY_SECONDS = 5.0
+FIGURES_SECONDS = 30.0
+"""How often figures alone are worth a write to the API server; conditions and engines are written when they change."""
+LOOK_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The parts that exist once the region is open."""
+
+    region: Region
+    registry: Registry
+    server: Server
 
 
 class Daemon:
     """One pool's daemon on this node."""
 
-    def __init__(self, settings: NodeSettings, spec: KVOffloadRegionSpec) -> None:
-        """Open the region. Raises RegionUnusable."""
+    def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
-        self._state_lock = _lock_folder(settings)
-        boot_id = (settings.host_root / "proc/sys/kernel/random/boot_id").read_text().strip()
-        self.region = Region(
-            spec,
-            mount=read_mount(settings.hugepages),
-            state_folder=settings.state,
-            boot_id=boot_id,
-            revoke=lambda tenant, positions: self.registry.revoke(tenant, positions),
-        )
-        self.registry = Registry(
-            region=self.region,
-            attachments=Attachments(settings.state / "attachments"),
-            quarantine_seconds=settings.quarantine_seconds,
-        )
-        self.registry.recover()
-        self.server = Server(self.registry, settings.handoff_socket)
+        self.paths = HostPaths.below(settings.host_root)
+        self.running: Running | None = None
         self.stopping = asyncio.Event()
+        self._client: RegionClient | None = None
+        self._spec: KVOffloadRegionSpec | None = None
+        self._spec_changed = asyncio.Event()
+        self._generation = 0
+        self._conditions: list[Condition] = []
+        self._deleted = False
+        self._region_problem = ("", "")
+        self._pages_problem = ("", "")
 
     async def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until told to stop, or until the region is deleted. Raises RegionUnusable if another daemon runs here."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
-        gc.freeze()  # slots are many and without cycles: the collector need not walk them
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.server.run()),
-                group.create_task(self.region.extents.run()),
-                group.create_task(self._sweep()),
-                group.create_task(self._reserve()),
-            ]
-            await self.stopping.wait()
+        lock = _lock_folder(self.settings.state)
+        endpoints = await start_daemon_endpoints(self.settings.metrics_port, NodeCollector(self), self.problem)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            tasks.append(loop.create_task(self._follow_spec()))
+            tasks.append(loop.create_task(self._report()))
+            tasks.append(loop.create_task(self._serve()))
+            stopped = loop.create_task(self.stopping.wait())
+            done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            for task in done:
+                task.result()
             await self._drain()
-            for task in tasks:
-                task.cancel()
-        self.region.close(unlink=await self._must_unlink())
+        finally:
+            await self._end(tasks)
+            await endpoints.cleanup()
+            os.close(lock)
 
-    async def _reserve(self) -> None:
+    # --- the spec ---------------------------------------------------------------------------------------------------
+
+    async def _follow_spec(self) -> None:
+        if self.settings.region_file is not None:
+            await self._follow_file(self.settings.region_file)
+            return
+        self._client = RegionClient(
+            pool=self.settings.pool,
+            node_name=self.settings.node_name,
+            daemonset=self.settings.daemonset,
+            namespace=self.settings.namespace,
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            region = await asyncio.to_thread(self._client.read)
+            self._take_region(region)
+        except (ApiException, HTTPError, OSError, ValueError) as error:
+            log.warning("the region cannot be read, the last spec seen is used: %s", error)
+            self._take_spec(self._read_last_spec())
+        await asyncio.to_thread(
+            self._client.follow, lambda region: loop.call_soon_threadsafe(self._take_region, region)
+        )
+
+    async def _follow_file(self, path: Path) -> None:
+        seen = None
+        while True:
+            changed = path.stat().st_mtime_ns
+            if changed != seen:
+                seen = changed
+                self._take_spec(KVOffloadRegionSpec.model_validate(json.loads(path.read_text())))
+            await asyncio.sleep(0.1)
+
+    def _take_region(self, region: KVOffloadRegion | None) -> None:
+        if region is None or region.deleting:
+            if self._spec is not None and not self._deleted:
+                log.info("the region is deleted: draining, then giving the pages back")
+                self._deleted = True
+                self.stopping.set()
+            return
+        self._generation = region.generation
+        self._conditions = list(region.status.conditions)
+        self._take_spec(region.spec)
+
+    def _take_spec(self, spec: KVOffloadRegionSpec | None) -> None:
+        if spec is None or spec == self._spec:
+            return
+        self._spec = spec
+        if self._client is not None:
+            path = self.settings.state / "region.json"
+            path.with_suffix(".new").write_text(spec.model_dump_json(by_alias=True))
+            path.with_suffix(".new").rename(path)
+        if self.running is not None:
+            self.running.registry.take_spec(spec)
+        self._spec_changed.set()
+
+    def _read_last_spec(self) -> KVOffloadRegionSpec | None:
+        try:
+            return KVOffloadRegionSpec.model_validate(json.loads((self.settings.state / "region.json").read_text()))
+        except (FileNotFoundError, ValidationError, ValueError):
+            return None
+
+    # --- serving ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        await self._spec_changed.wait()
+        while self._spec is not None and self._spec.mode is Mode.OBSERVE:
+            self._spec_changed.clear()
+            await self._spec_changed.wait()
+        while self.running is None:
+            try:
+                self.running = self._open()
+            except RegionUnusable as error:
+                log.error("the region cannot be opened: %s", error)
+                no_mount = "is not a mount point" in str(error)
+                self._region_problem = (
+                    RegionReason.NO_HUGETLBFS if no_mount else RegionReason.REGION_UNUSABLE,
+                    str(error),
+                )
+                await asyncio.sleep(RETRY_SECONDS)
+        self._region_problem = ("", "")
+        gc.freeze()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.running.server.run())
+            group.create_task(self.running.region.extents.run())
+            group.create_task(self._sweep(self.running.registry))
+            group.create_task(self._reserve(self.running.region))
+
+    def _open(self) -> Running:
+        assert self._spec is not None
+        boot_id = (self.paths.proc / "sys/kernel/random/boot_id").read_text().strip()
+        holder: list[Registry] = []
+        region = Region(
+            self._spec,
+            mount=read_mount(self.settings.hugepages),
+            state_folder=self.settings.state,
+            boot_id=boot_id,
+            revoke=lambda tenant, positions: holder[0].revoke(tenant, positions),
+        )
+        registry = Registry(
+            region=region,
+            attachments=Attachments(self.settings.state / "attachments"),
+            quarantine_seconds=self.settings.quarantine_seconds,
+        )
+        holder.append(registry)
+        registry.recover()
+        return Running(region, registry, Server(registry, self.settings.handoff_socket))
+
+    async def _reserve(self, region: Region) -> None:
+        """Reserve the pages, and go on trying while there are not enough."""
         while True:
             try:
-                self.region.reserve_pages()
-                log.info("%d bytes of pages are reserved", self.region.span_bytes)
+                region.reserve_pages()
+                self._pages_problem = ("", "")
+                log.info("%s of pages are reserved", format_bytes(region.span_bytes))
+                region.extents.wake()
                 return
             except PagesUnavailable as error:
-                log.warning("pages are not available: %s", error)
-                await asyncio.sleep(RESERVE_RETRY_SECONDS)
+                self._pages_problem = explain_shortage(
+                    self.paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
+                )
+                log.warning("%s (%s)", self._pages_problem[1], error)
+                await asyncio.sleep(RETRY_SECONDS)
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, registry: Registry) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.registry.sweep()
+            registry.sweep()
+
+    # --- reporting --------------------------------------------------------------------------------------------------
+
+    def problem(self) -> str:
+        """Why engines cannot attach now, empty if they can."""
+        return "; ".join(
+            finding.message for finding in self.findings() if finding.type == "Ready" and not finding.holds
+        )
+
+    def findings(self) -> list[Finding]:
+        """The daemon's own conditions as they are now."""
+        spec, running = self._spec, self.running
+        pages = self._pages_finding()
+        if self.stopping.is_set():
+            ready = Finding(RegionCondition.READY, False, RegionReason.DRAINING, "the daemon stops")
+        elif spec is None:
+            ready = Finding(RegionCondition.READY, False, RegionReason.STARTING, "no KVOffloadRegion for this node yet")
+        elif spec.mode is Mode.OBSERVE:
+            ready = Finding(RegionCondition.READY, False, RegionReason.OBSERVING, "the pool only observes")
+        elif spec.mode is Mode.PAUSED:
+            ready = Finding(RegionCondition.READY, False, RegionReason.PAUSED, "the pool is paused; its pages are kept")
+        elif running is None or not running.region.pages_reserved:
+            ready = Finding(RegionCondition.READY, False, pages.reason, pages.message)
+        else:
+            message = f"engines can attach; {format_bytes(running.region.span_bytes)} in extents of {format_bytes(running.region.extent_bytes)}"
+            ready = Finding(RegionCondition.READY, True, RegionReason.SERVING, message)
+        return [ready, pages, self._degraded_finding()]
+
+    def _pages_finding(self) -> Finding:
+        kind = RegionCondition.PAGES_READY
+        spec, running = self._spec, self.running
+        if spec is not None and spec.mode is Mode.OBSERVE:
+            _, message = explain_shortage(self.paths, wanted_bytes=spec.capacity_bytes, page_bytes=spec.page_size_bytes)
+            return Finding(
+                kind, False, RegionReason.OBSERVING, f"nothing is reserved while the pool observes; {message}"
+            )
+        if self._region_problem[0]:
+            return Finding(kind, False, *self._region_problem)
+        if self._pages_problem[0]:
+            return Finding(kind, False, *self._pages_problem)
+        if running is None or not running.region.pages_reserved:
+            return Finding(kind, False, RegionReason.STARTING, "the pages are not reserved yet")
+        if running.region.extents.problem:
+            return Finding(kind, False, RegionReason.PAGES_UNAVAILABLE, running.region.extents.problem)
+        if not running.region.mount.is_hugetlbfs:
+            message = f"{format_bytes(running.region.span_bytes)} of shared memory in pages of 4 KiB, as fallback says"
+            return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
+        message = f"{format_bytes(running.region.span_bytes)} reserved in pages of {format_bytes(running.region.mount.page_bytes)}"
+        return Finding(kind, True, RegionReason.PAGES_RESERVED, message)
+
+    def _degraded_finding(self) -> Finding:
+        kind = RegionCondition.DEGRADED
+        running = self.running
+        if running is not None and not running.region.mount.is_hugetlbfs:
+            message = "there are no huge pages: shared memory in pages of 4 KiB is slower to copy and to register"
+            return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
+        if running is not None and running.server.attachers == 0 and self.settings.region_file is None:
+            return Finding(
+                kind, True, RegionReason.ATTACHER_MISSING, "the attacher is not connected: no new pod attaches"
+            )
+        return Finding(kind, False, RegionReason.AS_ASKED, "everything is as the pool asks")
+
+    async def _report(self) -> None:
+        last: object = None
+        last_at = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._client is None or self._spec is None or self._deleted:
+                continue
+            running = self.running
+            status = build_status(
+                previous=self._conditions,
+                generation=self._generation,
+                figures=running.region.figures() if running else None,
+                findings=self.findings(),
+                engines=list(running.registry.engines.values()) if running else [],
+                epoch=running.region.epoch if running else 0,
+            )
+            urgent = (
+                [(c.type, c.status, c.reason, c.message) for c in status.conditions],
+                [(e.pod_uid, e.engine_id, e.confirmed_layout, e.message) for e in status.engines],
+                status.observed_generation,
+            )
+            if urgent == last and loop.time() - last_at < FIGURES_SECONDS:
+                continue
+            try:
+                await asyncio.to_thread(self._client.apply_status, status)
+                last, last_at = urgent, loop.time()
+            except (ApiException, HTTPError, OSError) as error:
+                log.warning("the status could not be written: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> None:
         """Tell everybody, take no more, and wait a little for writes under way."""
-        self.registry.draining = "the node daemon stops; it is back soon if it is only being updated"
-        for connection in list(self.registry.connections):
-            connection.send(Drain(self.registry.draining))
+        if self.running is None:
+            return
+        registry, server, region = self.running.registry, self.running.server, self.running.region
+        registry.drain("the node daemon stops; it is back soon if it is only being updated")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_seconds):
-                while any(tenant.index.has_assigned_writes for tenant in self.region.extents.tenants.values()):
+                while any(tenant.index.has_assigned_writes for tenant in region.extents.tenants.values()):
                     await asyncio.sleep(0.02)
-        self.server.close_pods()
+        server.close_pods()
 
-    async def _must_unlink(self) -> bool:
-        return False
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        if self._client is not None:
+            self._client.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.running is not None:
+            keep, why = await self._must_keep_files()
+            log.info("stopping: the files are %s (%s)", "kept" if keep else "unlinked", why)
+            self.running.registry.close()
+            self.running.region.close(unlink=not keep)
+
+    async def _must_keep_files(self) -> tuple[bool, str]:
+        if self._spec is not None and self._spec.reclaim_policy is ReclaimPolicy.RETAIN:
+            return True, "reclaimPolicy is Retain"
+        if self._deleted:
+            return False, "the region is deleted"
+        if self._client is None:
+            return True, "no API server is configured"
+        return await asyncio.to_thread(self._client.must_keep_files)
 
 
-def _lock_folder(settings: NodeSettings) -> int:
+def _lock_folder(folder: Path) -> int:
     """One daemon for one state folder. Raises RegionUnusable."""
-    settings.state.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(settings.state / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise RegionUnusable(f"another daemon runs on {settings.state}; one daemon serves a pool on a node") from error
+        raise RegionUnusable(f"another daemon runs on {folder}; one daemon serves a pool on a node") from error
     return descriptor

@@ -25,6 +25,7 @@ class NamespaceEntry(msgspec.Struct):
     number: int
     digest: bytes
     key_bytes: int
+    saved_per_slot: int
 
 
 class Catalog(msgspec.Struct):

@@ -26,6 +26,8 @@ class Namespace:
     number: int
     digest: bytes
     key_bytes: int
+    saved_per_slot: int = 0
+    """Bytes that a plain layout would take for one of its slots beside those that it takes."""
     ready: dict[bytes, int] = field(default_factory=dict)
     """Key to byte offset of its READY slot."""
 

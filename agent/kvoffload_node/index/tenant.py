@@ -449,6 +449,16 @@ class TenantIndex:
         return any(write.namespace is not None and not write.failed for write in self.writes.values())
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of slots that are not FREE."""
+        return sum((e.num_slots - len(e.free)) * e.slab.slot_bytes for e in self.extents.values())
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that READY slots would take beside those they do in a plain layout."""
+        return sum(namespace.saved_per_slot * len(namespace.ready) for namespace in self.namespaces.values())
+
+    @property
     def waste_bytes(self) -> int:
         """Bytes at the ends of extents that hold no slot."""
         return sum(self.extent_bytes - e.num_slots * e.slab.slot_bytes for e in self.extents.values())

@@ -19,6 +19,7 @@ from kvoffload_node.index.slots import Namespace
 from kvoffload_node.index.tenant import Clock, TenantIndex
 from kvoffload_node.region.extents import ExtentPool, Tenant
 from kvoffload_node.region.hugetlbfs import Mount, RegionFile, Reservation
+from kvoffload_node.status import Figures
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,12 @@ class Region:
         extent_bytes = plan_extent_bytes(spec.capacity_bytes, mount.page_bytes)
         span_bytes = spec.capacity_bytes // extent_bytes * extent_bytes
         known = read_catalog(self._catalog_path)
-        if known is None or known.boot_id != boot_id or known.extent_bytes != extent_bytes or known.span_bytes != span_bytes:
+        if (
+            known is None
+            or known.boot_id != boot_id
+            or known.extent_bytes != extent_bytes
+            or known.span_bytes != span_bytes
+        ):
             known = None
         self.catalog = known or Catalog(boot_id=boot_id, extent_bytes=extent_bytes, span_bytes=span_bytes)
         self.catalog.epoch = (read_epoch(self._catalog_path) or 0) + 1
@@ -99,6 +105,20 @@ class Region:
             raise
         self.pages_reserved = True
 
+    @property
+    def unallocated_bytes(self) -> int:
+        """Bytes of the capacity that no extent holds."""
+        return (self.extents.num_extents - self.extents.num_allocated) * self.extent_bytes
+
+    def take_spec(self, spec: KVOffloadRegionSpec) -> None:
+        """Mode, quotas, engine limit and layout change at once; another capacity or page size needs a restart."""
+        self.spec = spec
+        quotas = {quota.namespace: quota for quota in spec.quotas}
+        for account in self.accounts:
+            quota = quotas.get(account.namespace)
+            account.guaranteed_bytes = quota.guaranteed_bytes if quota else 0
+            account.limit_bytes = quota.limit_bytes if quota else UNLIMITED_BYTES
+
     def check_serving(self) -> None:
         """Raise SessionRefused unless engines may attach now."""
         if self.spec.mode is Mode.PAUSED:
@@ -138,14 +158,14 @@ class Region:
         self._save()
         return account
 
-    def namespace(self, tenant: Tenant, digest: bytes, key_bytes: int) -> Namespace:
-        """The tenant's namespace of keys with this digest."""
+    def namespace(self, tenant: Tenant, digest: bytes, *, key_bytes: int, saved_per_slot: int) -> Namespace:
+        """The tenant's namespace of keys with this digest, made if it is new."""
         for namespace in tenant.index.namespaces.values():
             if namespace.digest == digest:
                 return namespace
         number = self.next_number()
-        namespace = tenant.index.namespaces[number] = Namespace(number, digest, key_bytes)
-        self.catalog.namespaces.append(NamespaceEntry(tenant.number, number, digest, key_bytes))
+        namespace = tenant.index.namespaces[number] = Namespace(number, digest, key_bytes, saved_per_slot)
+        self.catalog.namespaces.append(NamespaceEntry(tenant.number, number, digest, key_bytes, saved_per_slot))
         self._save()
         return namespace
 
@@ -154,6 +174,36 @@ class Region:
         number = self.catalog.next_number
         self.catalog.next_number += 1
         return self.epoch << 32 | number
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def figures(self) -> Figures:
+        """Bytes and slots as they are now."""
+        tenants = self.extents.tenants.values()
+        used = {tenant.name: tenant.index.used_bytes for tenant in tenants}
+        slots = dict.fromkeys(("free", "writing", "ready", "leased", "orphaned"), 0)
+        evicted: dict[str, int] = {}
+        for tenant in tenants:
+            index = tenant.index
+            slots["free"] += sum(len(extent.free) for extent in index.extents.values())
+            slots["writing"] += len(index.writes)
+            slots["ready"] += len(index.ready) - len(index.orphans)
+            slots["leased"] += len(index.leases)
+            slots["orphaned"] += len(index.orphans)
+            for reason, num_bytes in index.evicted_bytes.items():
+                evicted[reason] = evicted.get(reason, 0) + num_bytes
+        waste = sum(tenant.index.waste_bytes for tenant in tenants)
+        capacity = self.span_bytes if self.pages_reserved else self.extents.num_allocated * self.extent_bytes
+        return Figures(
+            capacity_bytes=capacity,
+            allocated_bytes=self.extents.num_allocated * self.extent_bytes,
+            used_by_tenant=used,
+            free_bytes=max(0, capacity - sum(used.values()) - waste),
+            saved_bytes=sum(tenant.index.saved_bytes for tenant in tenants),
+            waste_bytes=waste,
+            slots=slots,
+            evicted_bytes=evicted,
+        )
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -185,7 +235,7 @@ class Region:
             for namespace in self.catalog.namespaces:
                 if namespace.tenant == entry.number:
                     tenant.index.namespaces[namespace.number] = Namespace(
-                        namespace.number, namespace.digest, namespace.key_bytes
+                        namespace.number, namespace.digest, namespace.key_bytes, namespace.saved_per_slot
                     )
             tenant.positions = set(tenant.index.journal.read_extents())
             self._punch_unknown(tenant)

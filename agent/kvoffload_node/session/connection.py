@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -64,6 +65,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._ended = ""
+        self._durations = registry.durations
         self._handlers: dict[type, Callable[[Session, Any], None]] = {
             Mapped: self._on_mapped,
             Bind: self._on_bind,
@@ -166,10 +168,13 @@ class Connection(asyncio.Protocol):
                 raise ProtocolError(f"{type(message).__name__} before Hello")
             self._on_hello(message)
             return
-        handler = self._handlers.get(type(message))
+        kind = type(message)
+        handler = self._handlers.get(kind)
         if handler is None:
             raise ProtocolError("a second Hello")
+        begun = perf_counter()
         handler(session, message)
+        self._durations[kind].add(perf_counter() - begun)
 
     def _on_hello(self, hello: Hello) -> None:
         session, lock = self._registry.greet(self._pod, hello, self)

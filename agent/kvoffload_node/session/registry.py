@@ -11,16 +11,28 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from kvoffload.api.pool import Mode
+from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import ProtocolError, RefusalReason, SessionRefused
 from kvoffload.layout.rows import RankPart
-from kvoffload.protocol.messages import PROTOCOL_VERSION, EngineLost, EngineReady, Hello, Report, Revoke
+from kvoffload.protocol.messages import (
+    PROTOCOL_VERSION,
+    Drain,
+    EngineLost,
+    EngineReady,
+    FromEngine,
+    Hello,
+    Report,
+    Revoke,
+)
 from kvoffload_node.index.slots import Namespace
 from kvoffload_node.region.extents import HEADROOM_EXTENTS, Tenant
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
-from kvoffload_node.session.packing import pack_offsets
 from kvoffload_node.session.locks import AttachmentEntry, Attachments
+from kvoffload_node.session.packing import pack_offsets
+from kvoffload_node.session.timing import Durations
 
 if TYPE_CHECKING:
     from kvoffload_node.region.region import Region
@@ -63,6 +75,7 @@ class Registry:
         """Why no engine is taken any more, empty while the daemon serves."""
         self.connections: set[Connection] = set()
         self.counters = Counters()
+        self.durations: dict[type, Durations] = {kind: Durations() for kind in get_args(FromEngine)}
         self._nobody: object | None = None
         self._nobody_until = 0.0
         self._refused: set[tuple[str, str]] = set()
@@ -79,6 +92,30 @@ class Registry:
             pod = Pod(uid, namespace, name, predicted_layout, tenant, self.region.account(namespace))
             self.pods[uid] = pod
         return pod
+
+    def take_spec(self, spec: KVOffloadRegionSpec) -> None:
+        """The pool was changed: what can change while engines are attached does."""
+        was_paused = self.region.spec.mode is Mode.PAUSED
+        self.region.take_spec(spec)
+        if spec.mode is not Mode.ACTIVE and not was_paused:
+            for engine in self.engines.values():
+                for member in engine.sessions.values():
+                    self._lose(member, f"the pool is {spec.mode.value}")
+            self._tell_to_leave(f"the pool's mode is {spec.mode.value}")
+
+    def drain(self, message: str) -> None:
+        """Take no engine any more, and tell those that are here."""
+        self.draining = message
+        self._tell_to_leave(message)
+
+    def _tell_to_leave(self, message: str) -> None:
+        for connection in list(self.connections):
+            connection.send(Drain(message))
+
+    def close(self) -> None:
+        """End every connection; leases and locks stay as they are for a successor."""
+        for connection in list(self.connections):
+            connection.abort("DaemonStops")
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +166,7 @@ class Registry:
         self.region.check_serving()
         if (hello.role == "scheduler") != (hello.rank == SCHEDULER) or hello.rank >= hello.world_size:
             raise ProtocolError(f"role {hello.role} with rank {hello.rank} of {hello.world_size}")
-        if hello.rank != SCHEDULER and not 0 < hello.part_bytes:
+        if hello.rank != SCHEDULER and not hello.part_bytes > 0:
             raise ProtocolError("a worker's part has no bytes")
 
     def _engine_for(self, pod: Pod, hello: Hello) -> Engine:
@@ -297,10 +334,14 @@ class Registry:
         shared = digest.digest()
         digest.update(b"private" + engine.storer.to_bytes(8, "little"))
         private_digest = digest.digest()
-        tenant = engine.tenant
+        saved = engine.row.plain_bytes - engine.row.slot_bytes
+
+        def namespace(digest: bytes) -> Namespace:
+            return self.region.namespace(engine.tenant, digest, key_bytes=key_bytes, saved_per_slot=saved)
+
         engine.namespaces = {
-            0: self.region.namespace(tenant, private_digest if engine.private else shared, key_bytes),
-            1: self.region.namespace(tenant, private_digest + b"1", key_bytes),
+            0: namespace(private_digest if engine.private else shared),
+            1: namespace(private_digest + b"1"),
         }
         return engine.namespaces[0]
 

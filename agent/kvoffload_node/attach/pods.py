@@ -1,0 +1,179 @@
+"""This node's opted-in pods, from the API server, and whether the pool takes their namespace.
+
+Runs in the attacher, in a thread of its own; `attacher.py` looks at the last known set and never waits for it. A watch that
+goes silent costs at most `RESYNC_SECONDS`, and less where the kubelet's folder shows a pod that is not known: then
+`refresh` ends the watch.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from kubernetes import client, config, watch
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from kvoffload.api.keys import (
+    GROUP,
+    POOL_LABEL,
+    REGION_PLURAL,
+    REPLICATED_LAYOUT_ANNOTATION,
+    VERSION,
+)
+from kvoffload.api.pool import LabelSelector
+from kvoffload.api.region import KVOffloadRegion, region_name
+
+log = logging.getLogger(__name__)
+
+RESYNC_SECONDS = 30
+"""The longest that one watch lasts before pods are listed again."""
+RETRY_SECONDS = 2.0
+MIN_REFRESH_SECONDS = 1.0
+_ENDED_PHASES = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPod:
+    """An opted-in pod of this node."""
+
+    uid: str
+    namespace: str
+    name: str
+    predicted_layout: str
+
+
+class NodePods:
+    """Keeps `current` up to date until `stop`."""
+
+    def __init__(self, *, pool: str, node_name: str, own_namespace: str) -> None:
+        """Load the pod's service account. Raises kubernetes.config.ConfigException outside a cluster."""
+        config.load_config()
+        self._pool = pool
+        self._node_name = node_name
+        self._own_namespace = own_namespace
+        self._core = client.CoreV1Api()
+        self._custom = client.CustomObjectsApi()
+        self._watch = watch.Watch()
+        self._stopped = threading.Event()
+        self._last_refresh = 0.0
+        self.current: dict[str, ObservedPod] = {}
+        """By uid; replaced, never changed."""
+
+    def start(self) -> None:
+        """Begin to watch, in a thread."""
+        threading.Thread(target=self._run, name="pods", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the watch."""
+        self._stopped.set()
+        self._watch.stop()
+
+    def refresh(self) -> bool:
+        """List again now, in a thread: a pod's folder is there that the watch has not told of.
+
+        False if that was done less than `MIN_REFRESH_SECONDS` ago.
+        """
+        now = time.monotonic()
+        if now - self._last_refresh < MIN_REFRESH_SECONDS:
+            return False
+        self._last_refresh = now
+        threading.Thread(target=self._refresh, name="pods-refresh", daemon=True).start()
+        return True
+
+    def _refresh(self) -> None:
+        try:
+            self._list()
+        except (ApiException, HTTPError, OSError) as error:
+            log.warning("pods could not be listed: %s", _reason(error))
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                version = self._list()
+                self._follow(version)
+            except (ApiException, HTTPError, OSError) as error:
+                log.warning("this node's pods are not known now: %s", _reason(error))
+                self._stopped.wait(RETRY_SECONDS)
+
+    def _query(self) -> dict[str, str]:
+        return {
+            "field_selector": f"spec.nodeName={self._node_name}",
+            "label_selector": f"{POOL_LABEL}={self._pool}",
+        }
+
+    def _list(self) -> str:
+        listed = self._core.list_pod_for_all_namespaces(**self._query(), _request_timeout=10)
+        allowed = self._allowed_namespaces({pod.metadata.namespace for pod in listed.items})
+        pods = [_observe(pod) for pod in listed.items if _is_running(pod) and pod.metadata.namespace in allowed]
+        self.current = {pod.uid: pod for pod in pods}
+        return str(listed.metadata.resource_version)
+
+    def _follow(self, version: str) -> None:
+        stream = self._watch.stream(
+            self._core.list_pod_for_all_namespaces,
+            **self._query(),
+            resource_version=version,
+            timeout_seconds=RESYNC_SECONDS,
+            _request_timeout=RESYNC_SECONDS + 5,
+        )
+        for event in stream:
+            pod = event["object"]
+            current = dict(self.current)
+            if event["type"] == "DELETED" or not _is_running(pod):
+                current.pop(pod.metadata.uid, None)
+            elif pod.metadata.uid in current or self._allowed_namespaces({pod.metadata.namespace}):
+                current[pod.metadata.uid] = _observe(pod)
+            self.current = current
+
+    def _allowed_namespaces(self, namespaces: set[str]) -> set[str]:
+        """Those that the pool's namespaceSelector takes; without one all but kube-system and our own."""
+        if not namespaces:
+            return set()
+        manifest = self._custom.get_cluster_custom_object(
+            GROUP, VERSION, REGION_PLURAL, region_name(self._pool, self._node_name), _request_timeout=10
+        )
+        selector = KVOffloadRegion.from_manifest(manifest).spec.namespace_selector
+        if selector is None:
+            return namespaces - {"kube-system", self._own_namespace}
+        return {name for name in namespaces - {"kube-system"} if self._has_labels(name, selector)}
+
+    def _has_labels(self, namespace: str, selector: LabelSelector) -> bool:
+        labels = self._core.read_namespace(namespace, _request_timeout=10).metadata.labels or {}
+        return selects(selector, labels)
+
+
+def selects(selector: LabelSelector, labels: dict[str, str]) -> bool:
+    """Whether the selector takes an object with these labels; an empty selector takes all."""
+    if any(labels.get(key) != value for key, value in selector.match_labels.items()):
+        return False
+    for requirement in selector.match_expressions:
+        present = requirement.key in labels
+        among = labels.get(requirement.key) in requirement.values
+        matched = {
+            "In": present and among,
+            "NotIn": not among,
+            "Exists": present,
+            "DoesNotExist": not present,
+        }[requirement.operator]
+        if not matched:
+            return False
+    return True
+
+
+def _observe(pod: client.V1Pod) -> ObservedPod:
+    annotations = pod.metadata.annotations or {}
+    return ObservedPod(
+        uid=pod.metadata.uid,
+        namespace=pod.metadata.namespace,
+        name=pod.metadata.name,
+        predicted_layout=annotations.get(REPLICATED_LAYOUT_ANNOTATION, "").partition(" ")[0],
+    )
+
+
+def _is_running(pod: client.V1Pod) -> bool:
+    return pod.status.phase not in _ENDED_PHASES
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.status} {error.reason}" if isinstance(error, ApiException) else str(error)

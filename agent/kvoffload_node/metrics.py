@@ -1,0 +1,135 @@
+"""The daemon's metrics, read from its live objects at each scrape; `docs/reference/metrics.md` is made from the table here.
+
+Runs in the node daemon, called by `health.py`. A leaf: lower layers count, this module translates. `pool` and `node` come
+as target labels from Prometheus.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvoffload import __version__
+from kvoffload_node.host.hugepages import read_hugepages
+from kvoffload_node.session.timing import BUCKETS_SECONDS
+
+if TYPE_CHECKING:
+    from kvoffload_node.daemon import Daemon
+
+HELP = {
+    "kvoffload_pool_capacity_bytes": "Bytes that the pool keeps on this node.",
+    "kvoffload_pool_used_bytes": "Bytes of slots that are ready or being written.",
+    "kvoffload_pool_free_bytes": "Bytes that can be stored to without evicting.",
+    "kvoffload_hugepages": "Huge pages of the pool's size on the node.",
+    "kvoffload_slots": "Slots by state.",
+    "kvoffload_engines": "Engines attached, by confirmed layout.",
+    "kvoffload_sessions": "Sessions, by whether their process is connected.",
+    "kvoffload_lookups": "Keys looked up, by result.",
+    "kvoffload_stored_bytes": "Bytes of slots that became ready.",
+    "kvoffload_loaded_bytes": "Bytes that ranks say they loaded.",
+    "kvoffload_deduplicated_bytes": "Bytes that a plain layout would have stored beside those that were.",
+    "kvoffload_cross_engine_hits": "Hits on slots that another engine stored.",
+    "kvoffload_evicted_bytes": "Bytes evicted, by reason.",
+    "kvoffload_failed_transfers": "Loads and stores that engines say failed, by direction.",
+    "kvoffload_missed_deadlines": "Answers that engines say came too late.",
+    "kvoffload_request_duration_seconds": "Time the daemon takes for one message.",
+    "kvoffload_prefault_ratio": "Share of the capacity that has pages allocated.",
+    "kvoffload_slab_waste_bytes": "Bytes at the ends of extents that hold no slot.",
+    "kvoffload_refusals": "Refused sessions and requests, by reason.",
+    "kvoffload_sessions_closed": "Connections that ended, by reason.",
+    "kvoffload_attachers": "Attachers connected; 0: no new pod is attached.",
+    "kvoffload_build_info": "Version of this daemon.",
+}
+
+
+class NodeCollector(Collector):
+    """All metrics of one daemon."""
+
+    def __init__(self, daemon: "Daemon") -> None:
+        self._daemon = daemon
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: families are told at collection, so that registering does not collect."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything as it is now."""
+        yield _gauge("kvoffload_build_info", {(("version", __version__),): 1})
+        running = self._daemon.running
+        if running is None:
+            return
+        region, registry = running.region, running.registry
+        figures = region.figures()
+        yield _gauge("kvoffload_pool_capacity_bytes", {(): figures.capacity_bytes})
+        yield _gauge(
+            "kvoffload_pool_used_bytes", {(("tenant", name),): used for name, used in figures.used_by_tenant.items()}
+        )
+        yield _gauge("kvoffload_pool_free_bytes", {(): figures.free_bytes})
+        counts = read_hugepages(self._daemon.paths, region.mount.page_bytes)
+        if counts is not None:
+            states = {"total": counts.total, "free": counts.free, "reserved": counts.reserved}
+            yield _gauge("kvoffload_hugepages", {(("state", state),): value for state, value in states.items()})
+        yield _gauge("kvoffload_slots", {(("state", state),): value for state, value in figures.slots.items()})
+        yield _gauge("kvoffload_prefault_ratio", {(): figures.allocated_bytes / max(1, figures.capacity_bytes)})
+        yield _gauge("kvoffload_slab_waste_bytes", {(): figures.waste_bytes})
+        engines = Counter(engine.layout or "pending" for engine in registry.engines.values() if engine.is_attached)
+        layouts = ("replicated", "per-rank", "shared", "pending")
+        yield _gauge("kvoffload_engines", {(("layout", layout),): engines[layout] for layout in layouts})
+        sessions = Counter(
+            "connected" if session.connection else "disconnected"
+            for engine in registry.engines.values()
+            for session in engine.sessions.values()
+        )
+        states_of_sessions = ("connected", "disconnected")
+        yield _gauge("kvoffload_sessions", {(("state", state),): sessions[state] for state in states_of_sessions})
+        yield _gauge("kvoffload_attachers", {(): running.server.attachers})
+        counters = registry.counters
+        yield _counter(
+            "kvoffload_lookups", {(("result", "hit"),): counters.hits, (("result", "miss"),): counters.misses}
+        )
+        yield _counter("kvoffload_stored_bytes", {(): counters.stored_bytes})
+        yield _counter("kvoffload_loaded_bytes", {(): counters.loaded_bytes})
+        yield _counter("kvoffload_deduplicated_bytes", {(): counters.deduplicated_bytes})
+        yield _counter("kvoffload_cross_engine_hits", {(): counters.cross_engine_hits})
+        yield _counter("kvoffload_missed_deadlines", {(): counters.missed_deadlines})
+        yield _counter(
+            "kvoffload_failed_transfers",
+            {(("direction", "load"),): counters.failed_loads, (("direction", "store"),): counters.failed_stores},
+        )
+        yield _by_reason("kvoffload_evicted_bytes", figures.evicted_bytes)
+        yield _by_reason("kvoffload_refusals", registry.refusals)
+        yield _by_reason("kvoffload_sessions_closed", registry.closed)
+        yield self._durations()
+
+    def _durations(self) -> Metric:
+        name = "kvoffload_request_duration_seconds"
+        family = HistogramMetricFamily(name, HELP[name], labels=["operation"])
+        assert self._daemon.running is not None
+        durations = self._daemon.running.registry.durations
+        for operation, histogram in sorted((kind.__name__.lower(), found) for kind, found in durations.items()):
+            total, buckets = 0, []
+            for bound, count in zip((*BUCKETS_SECONDS, float("inf")), histogram.counts, strict=True):
+                total += count
+                buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
+            family.add_metric([operation], buckets, histogram.sum_seconds)
+        return family
+
+
+def _gauge(name: str, samples: dict[tuple[tuple[str, str], ...], float]) -> Metric:
+    family = GaugeMetricFamily(name, HELP[name])
+    for labels, value in samples.items():
+        family.add_sample(name, dict(labels), value)
+    return family
+
+
+def _counter(name: str, samples: dict[tuple[tuple[str, str], ...], float]) -> Metric:
+    family = CounterMetricFamily(name, HELP[name])
+    for labels, value in samples.items():
+        family.add_sample(f"{name}_total", dict(labels), value)
+    return family
+
+
+def _by_reason(name: str, counts: dict[str, int]) -> Metric:
+    return _counter(name, {(("reason", reason),): count for reason, count in sorted(counts.items())})

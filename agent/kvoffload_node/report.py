@@ -1,0 +1,205 @@
+"""The daemon and the API server: the region's spec comes in, its status goes out, and at the end the question what to keep.
+
+Runs in the node daemon, called by `daemon.py` through threads. With `attach/pods.py` the only user of the Kubernetes client
+on the node.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kubernetes import client, config, watch
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from kvoffload import __version__
+from kvoffload.api.conditions import Condition, transition
+from kvoffload.api.keys import API_VERSION, GROUP, NODE_FIELD_MANAGER, REGION_PLURAL, VERSION
+from kvoffload.api.region import (
+    MAX_ENGINES,
+    KVOffloadRegion,
+    KVOffloadRegionStatus,
+    RegionEngine,
+    region_name,
+)
+from kvoffload_node.session.engines import Engine
+from kvoffload_node.status import Figures, Finding
+
+log = logging.getLogger(__name__)
+
+_REQUEST_SECONDS = 10
+_WATCH_SECONDS = 300
+_GONE = (401, 403, 404)
+RETRY_SECONDS = 5.0
+
+
+class RegionClient:
+    """Reads and reports on one KVOffloadRegion. Every method blocks: call them in a thread."""
+
+    def __init__(self, *, pool: str, node_name: str, daemonset: str, namespace: str) -> None:
+        """Load the pod's service account. Raises kubernetes.config.ConfigException outside a cluster."""
+        config.load_config()
+        self.name = region_name(pool, node_name)
+        self._daemonset = daemonset
+        self._namespace = namespace
+        self._custom = client.CustomObjectsApi()
+        self._apps = client.AppsV1Api()
+        self._watch = watch.Watch()
+        self._stopped = threading.Event()
+
+    def read(self) -> KVOffloadRegion | None:
+        """The region, None if there is none. Raises ApiException, HTTPError."""
+        try:
+            manifest = self._custom.get_cluster_custom_object(
+                GROUP, VERSION, REGION_PLURAL, self.name, _request_timeout=_REQUEST_SECONDS
+            )
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+        return KVOffloadRegion.from_manifest(manifest)
+
+    def follow(self, on_region: Callable[[KVOffloadRegion | None], None]) -> None:
+        """Call `on_region` with every change (None: deleted) until `stop`; survives whatever the API server does."""
+        while not self._stopped.is_set():
+            try:
+                on_region(self.read())
+                self._follow_once(on_region)
+            except (ApiException, HTTPError, OSError, ValueError) as error:
+                log.warning("region %s is not known now: %s", self.name, _reason(error))
+                self._stopped.wait(RETRY_SECONDS)
+
+    def _follow_once(self, on_region: Callable[[KVOffloadRegion | None], None]) -> None:
+        stream = self._watch.stream(
+            self._custom.list_cluster_custom_object,
+            GROUP,
+            VERSION,
+            REGION_PLURAL,
+            field_selector=f"metadata.name={self.name}",
+            timeout_seconds=_WATCH_SECONDS,
+            _request_timeout=_WATCH_SECONDS + _REQUEST_SECONDS,
+        )
+        for event in stream:
+            if self._stopped.is_set():
+                return
+            on_region(None if event["type"] == "DELETED" else KVOffloadRegion.from_manifest(event["object"]))
+
+    def stop(self) -> None:
+        """End `follow` at its next event or timeout."""
+        self._stopped.set()
+        self._watch.stop()
+
+    def apply_status(self, status: KVOffloadRegionStatus) -> None:
+        """Write our part of the status by server-side apply, never by force. Raises ApiException, HTTPError."""
+        body: dict[str, Any] = {
+            "apiVersion": API_VERSION,
+            "kind": "KVOffloadRegion",
+            "metadata": {"name": self.name},
+            "status": status.to_manifest(),
+        }
+        self._custom.patch_cluster_custom_object_status(
+            GROUP,
+            VERSION,
+            REGION_PLURAL,
+            self.name,
+            body,
+            field_manager=NODE_FIELD_MANAGER,
+            _content_type="application/apply-patch+yaml",
+            _request_timeout=_REQUEST_SECONDS,
+        )
+
+    def must_keep_files(self) -> tuple[bool, str]:
+        """Whether a stopping daemon leaves its files to a successor, and why.
+
+        It does if its DaemonSet and its region are both there and not being deleted, or if nobody can be asked. A refusal
+        counts as gone: helm removes our rights before it removes us.
+        """
+        for what, read in (("region", self._region_metadata), ("DaemonSet", self._daemonset_metadata)):
+            try:
+                is_deleting = read()
+            except ApiException as error:
+                if error.status in _GONE:
+                    return False, f"the {what} answers {error.status}"
+                return True, f"the {what} cannot be asked about: {error.status}"
+            except (HTTPError, OSError) as error:
+                return True, f"the API server cannot be reached: {error}"
+            if is_deleting:
+                return False, f"the {what} is being deleted"
+        return True, "a successor will come"
+
+    def _region_metadata(self) -> bool:
+        manifest = self._custom.get_cluster_custom_object(
+            GROUP, VERSION, REGION_PLURAL, self.name, _request_timeout=_REQUEST_SECONDS
+        )
+        return "deletionTimestamp" in manifest["metadata"]
+
+    def _daemonset_metadata(self) -> bool:
+        found = self._apps.read_namespaced_daemon_set(
+            self._daemonset, self._namespace, _request_timeout=_REQUEST_SECONDS
+        )
+        return found.metadata.deletion_timestamp is not None
+
+
+def build_status(
+    *,
+    previous: Sequence[Condition],
+    generation: int,
+    figures: Figures | None,
+    findings: Sequence[Finding],
+    engines: Sequence[Engine],
+    epoch: int,
+    now: datetime | None = None,
+) -> KVOffloadRegionStatus:
+    """Our part of the region's status. `previous` are its conditions as they were, whoever set them."""
+    now = now or datetime.now(UTC)
+    attached = [engine for engine in engines if engine.is_attached]
+    return KVOffloadRegionStatus(
+        observed_generation=generation,
+        conditions=[
+            transition(
+                previous,
+                type=finding.type,
+                status="True" if finding.holds else "False",
+                reason=finding.reason,
+                message=finding.message,
+                generation=generation,
+                now=now,
+            )
+            for finding in findings
+        ],
+        capacity_bytes=figures.capacity_bytes if figures else 0,
+        allocated_bytes=figures.allocated_bytes if figures else 0,
+        used_bytes=figures.used_bytes if figures else 0,
+        free_bytes=figures.free_bytes if figures else 0,
+        saved_bytes=figures.saved_bytes if figures else 0,
+        daemon_version=__version__,
+        epoch=epoch,
+        engines=[_build_engine(engine) for engine in attached[:MAX_ENGINES]],
+        engines_attached=len(attached),
+        engines_replicated=sum(engine.layout == "replicated" for engine in attached),
+    )
+
+
+def _build_engine(engine: Engine) -> RegionEngine:
+    words = [engine.message, engine.note]
+    return RegionEngine(
+        pod_namespace=engine.pod.namespace,
+        pod_name=engine.pod.name,
+        pod_uid=engine.pod.uid,
+        engine_id=engine.engine_id,
+        model=engine.model,
+        tensor_parallel_size=engine.world_size,
+        predicted_layout=engine.pod.predicted_layout[:64],
+        confirmed_layout=engine.layout,
+        reason=engine.reason[:64],
+        message="; ".join(word for word in words if word)[:1024],
+        stored_bytes=engine.stored_bytes,
+        loaded_bytes=engine.loaded_bytes,
+        attached_since=datetime.fromtimestamp(int(engine.attached_since), UTC),
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.status} {error.reason}" if isinstance(error, ApiException) else str(error)
