@@ -9,6 +9,7 @@ Without `mount` it runs on /dev/shm (`fallback: SharedMemory`), which needs neit
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -33,7 +34,7 @@ _START_SECONDS = 20.0
 
 @contextlib.contextmanager
 def hugetlb_mount(num_bytes: int) -> Iterator[Path]:
-    """A hugetlbfs of our own in a new folder, with so many bytes of 2 MiB pages added to the node and taken away after."""
+    """A hugetlbfs in a new folder, with so many bytes of 2 MiB pages added to the node and taken away after."""
     num_pages = -(-num_bytes // PAGE_BYTES)
     folder = Path(f"/run/kvoffload-test-{uuid.uuid4().hex[:12]}")
     _add_pages(num_pages)
@@ -51,9 +52,7 @@ def hugetlb_mount(num_bytes: int) -> Iterator[Path]:
 
 def _add_pages(num_pages: int) -> None:
     """Change the node's number of pages; other tests do the same at the same time, so only by the difference."""
-    import fcntl
-
-    with open("/tmp/kvoffload-nr-hugepages.lock", "w") as lock:
+    with Path("/tmp/kvoffload-nr-hugepages.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = int(_NR_HUGEPAGES.read_text())
         _NR_HUGEPAGES.write_text(str(max(0, before + num_pages)))
@@ -76,7 +75,7 @@ class DaemonProcess:
         environment: dict[str, str] | None = None,
         **spec: Any,
     ) -> None:
-        """`spec` are further fields of the region's spec, in JSON names; `program` replaces `python -m kvoffload_node`."""
+        """`spec`: more fields of the region's spec, in JSON names; `program` replaces `python -m kvoffload_node`."""
         self.folder = folder
         self.pool = f"test-{uuid.uuid4().hex[:12]}"
         self.mount = mount or Path("/dev/shm")

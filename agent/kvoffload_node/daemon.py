@@ -2,9 +2,9 @@
 
 Runs as `python -m kvoffload_node daemon`, one for each pool and node.
 
-    spec ──> region opened ──> earlier engines recovered ──> pages reserved ──> serving ──> draining ──> files kept or unlinked
-     │           │ no: condition, tried again                   │ no: condition, tried again      ^
-     └─ from KVOffloadRegion, or a file                                                           └── SIGTERM, region deleted
+    spec ──> region opened ──> engines recovered ──> pages reserved ──> serving ──> draining ──> files kept or unlinked
+     │        │ no: condition, again                  │ no: condition, again         ^
+     └─ from KVOffloadRegion, or a file                                              └── SIGTERM, region deleted
 """
 
 import asyncio
@@ -17,15 +17,14 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kubernetes.client.exceptions import ApiException
 from pydantic import ValidationError
-from urllib3.exceptions import HTTPError
 
 from kvoffload.api.conditions import Condition, RegionCondition, RegionReason
 from kvoffload.api.pool import Mode, ReclaimPolicy
 from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec
-from kvoffload.errors import PagesUnavailable, RegionUnusable
+from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
 from kvoffload.units import format_bytes
 from kvoffload_node.health import start_daemon_endpoints
 from kvoffload_node.host.hugepages import explain_shortage
@@ -33,12 +32,14 @@ from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import read_mount
 from kvoffload_node.region.region import Region
-from kvoffload_node.report import RegionClient, build_status
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
 from kvoffload_node.session.server import Server
 from kvoffload_node.settings import NodeSettings
-from kvoffload_node.status import Finding
+from kvoffload_node.status import Finding, build_status
+
+if TYPE_CHECKING:
+    from kvoffload_node.report import RegionClient
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ RETRY_SECONDS = 5.0
 FIGURES_SECONDS = 30.0
 """How often figures alone are worth a write to the API server; conditions and engines are written when they change."""
 LOOK_SECONDS = 2.0
+DRAIN_LOOK_SECONDS = 0.02
+FILE_SECONDS = 0.1
+"""How often a spec that comes from a file is read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Daemon:
         self._pages_problem = ("", "")
 
     async def run(self) -> None:
-        """Serve until told to stop, or until the region is deleted. Raises RegionUnusable if another daemon runs here."""
+        """Serve until told to stop or the region is deleted. Raises RegionUnusable if another daemon runs here."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
@@ -103,6 +107,8 @@ class Daemon:
         if self.settings.region_file is not None:
             await self._follow_file(self.settings.region_file)
             return
+        from kvoffload_node.report import ApiServerError, RegionClient  # the client library takes a second to load
+
         self._client = RegionClient(
             pool=self.settings.pool,
             node_name=self.settings.node_name,
@@ -113,21 +119,20 @@ class Daemon:
         try:
             region = await asyncio.to_thread(self._client.read)
             self._take_region(region)
-        except (ApiException, HTTPError, OSError, ValueError) as error:
+        except (ApiServerError, ValueError) as error:
             log.warning("the region cannot be read, the last spec seen is used: %s", error)
             self._take_spec(self._read_last_spec())
-        await asyncio.to_thread(
-            self._client.follow, lambda region: loop.call_soon_threadsafe(self._take_region, region)
-        )
+
+        def on_region(region: KVOffloadRegion | None) -> None:
+            loop.call_soon_threadsafe(self._take_region, region)
+
+        await asyncio.to_thread(self._client.follow, on_region)
 
     async def _follow_file(self, path: Path) -> None:
-        seen = None
         while True:
-            changed = path.stat().st_mtime_ns
-            if changed != seen:
-                seen = changed
-                self._take_spec(KVOffloadRegionSpec.model_validate(json.loads(path.read_text())))
-            await asyncio.sleep(0.1)
+            text = await asyncio.to_thread(path.read_text)
+            self._take_spec(KVOffloadRegionSpec.model_validate(json.loads(text)))
+            await asyncio.sleep(FILE_SECONDS)
 
     def _take_region(self, region: KVOffloadRegion | None) -> None:
         if region is None or region.deleting:
@@ -248,7 +253,8 @@ class Daemon:
         elif running is None or not running.region.pages_reserved:
             ready = Finding(RegionCondition.READY, False, pages.reason, pages.message)
         else:
-            message = f"engines can attach; {format_bytes(running.region.span_bytes)} in extents of {format_bytes(running.region.extent_bytes)}"
+            capacity, extent = running.region.span_bytes, running.region.extent_bytes
+            message = f"engines can attach; {format_bytes(capacity)} in extents of {format_bytes(extent)}"
             ready = Finding(RegionCondition.READY, True, RegionReason.SERVING, message)
         return [ready, pages, self._degraded_finding()]
 
@@ -271,7 +277,8 @@ class Daemon:
         if not running.region.mount.is_hugetlbfs:
             message = f"{format_bytes(running.region.span_bytes)} of shared memory in pages of 4 KiB, as fallback says"
             return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
-        message = f"{format_bytes(running.region.span_bytes)} reserved in pages of {format_bytes(running.region.mount.page_bytes)}"
+        capacity, page = running.region.span_bytes, running.region.mount.page_bytes
+        message = f"{format_bytes(capacity)} reserved in pages of {format_bytes(page)}"
         return Finding(kind, True, RegionReason.PAGES_RESERVED, message)
 
     def _degraded_finding(self) -> Finding:
@@ -313,7 +320,7 @@ class Daemon:
             try:
                 await asyncio.to_thread(self._client.apply_status, status)
                 last, last_at = urgent, loop.time()
-            except (ApiException, HTTPError, OSError) as error:
+            except KVOffloadError as error:
                 log.warning("the status could not be written: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
 
@@ -328,7 +335,7 @@ class Daemon:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_seconds):
                 while any(tenant.index.has_assigned_writes for tenant in region.extents.tenants.values()):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(DRAIN_LOOK_SECONDS)  # noqa: ASYNC110 - seals set no event, on purpose
         server.close_pods()
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:

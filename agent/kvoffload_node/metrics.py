@@ -1,7 +1,8 @@
-"""The daemon's metrics, read from its live objects at each scrape; `docs/reference/metrics.md` is made from the table here.
+"""The daemon's metrics, read from its live objects at each scrape; `docs/reference/metrics.md` is made from the table
+here.
 
-Runs in the node daemon, called by `health.py`. A leaf: lower layers count, this module translates. `pool` and `node` come
-as target labels from Prometheus.
+Runs in the node daemon, called by `health.py`. A leaf: lower layers count, this module translates. `pool` and `node`
+come as target labels from Prometheus.
 """
 
 from collections import Counter

@@ -1,33 +1,29 @@
-"""The daemon and the API server: the region's spec comes in, its status goes out, and at the end the question what to keep.
+"""The daemon and the API server: the region's spec comes in, its status goes out, and at the end the question what to
+keep.
 
-Runs in the node daemon, called by `daemon.py` through threads. With `attach/pods.py` the only user of the Kubernetes client
-on the node.
+Runs in the node daemon, called by `daemon.py` through threads. With `attach/pods.py` the only user of the Kubernetes
+client on the node.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable
 from typing import Any
 
 from kubernetes import client, config, watch
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from kvoffload import __version__
-from kvoffload.api.conditions import Condition, transition
 from kvoffload.api.keys import API_VERSION, GROUP, NODE_FIELD_MANAGER, REGION_PLURAL, VERSION
-from kvoffload.api.region import (
-    MAX_ENGINES,
-    KVOffloadRegion,
-    KVOffloadRegionStatus,
-    RegionEngine,
-    region_name,
-)
-from kvoffload_node.session.engines import Engine
-from kvoffload_node.status import Figures, Finding
+from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionStatus, region_name
+from kvoffload.errors import KVOffloadError
 
 log = logging.getLogger(__name__)
+
+
+class ApiServerError(KVOffloadError):
+    """The API server refused, or could not be reached."""
+
 
 _REQUEST_SECONDS = 10
 _WATCH_SECONDS = 300
@@ -50,7 +46,7 @@ class RegionClient:
         self._stopped = threading.Event()
 
     def read(self) -> KVOffloadRegion | None:
-        """The region, None if there is none. Raises ApiException, HTTPError."""
+        """The region, None if there is none. Raises ApiServerError."""
         try:
             manifest = self._custom.get_cluster_custom_object(
                 GROUP, VERSION, REGION_PLURAL, self.name, _request_timeout=_REQUEST_SECONDS
@@ -58,7 +54,9 @@ class RegionClient:
         except ApiException as error:
             if error.status == 404:
                 return None
-            raise
+            raise ApiServerError(_reason(error)) from error
+        except (HTTPError, OSError) as error:
+            raise ApiServerError(_reason(error)) from error
         return KVOffloadRegion.from_manifest(manifest)
 
     def follow(self, on_region: Callable[[KVOffloadRegion | None], None]) -> None:
@@ -67,7 +65,7 @@ class RegionClient:
             try:
                 on_region(self.read())
                 self._follow_once(on_region)
-            except (ApiException, HTTPError, OSError, ValueError) as error:
+            except (ApiServerError, ApiException, HTTPError, OSError, ValueError) as error:
                 log.warning("region %s is not known now: %s", self.name, _reason(error))
                 self._stopped.wait(RETRY_SECONDS)
 
@@ -92,29 +90,32 @@ class RegionClient:
         self._watch.stop()
 
     def apply_status(self, status: KVOffloadRegionStatus) -> None:
-        """Write our part of the status by server-side apply, never by force. Raises ApiException, HTTPError."""
+        """Write our part of the status by server-side apply, never by force. Raises ApiServerError."""
         body: dict[str, Any] = {
             "apiVersion": API_VERSION,
             "kind": "KVOffloadRegion",
             "metadata": {"name": self.name},
             "status": status.to_manifest(),
         }
-        self._custom.patch_cluster_custom_object_status(
-            GROUP,
-            VERSION,
-            REGION_PLURAL,
-            self.name,
-            body,
-            field_manager=NODE_FIELD_MANAGER,
-            _content_type="application/apply-patch+yaml",
-            _request_timeout=_REQUEST_SECONDS,
-        )
+        try:
+            self._custom.patch_cluster_custom_object_status(
+                GROUP,
+                VERSION,
+                REGION_PLURAL,
+                self.name,
+                body,
+                field_manager=NODE_FIELD_MANAGER,
+                _content_type="application/apply-patch+yaml",
+                _request_timeout=_REQUEST_SECONDS,
+            )
+        except (ApiException, HTTPError, OSError) as error:
+            raise ApiServerError(_reason(error)) from error
 
     def must_keep_files(self) -> tuple[bool, str]:
         """Whether a stopping daemon leaves its files to a successor, and why.
 
-        It does if its DaemonSet and its region are both there and not being deleted, or if nobody can be asked. A refusal
-        counts as gone: helm removes our rights before it removes us.
+        It does if its DaemonSet and its region are both there and not being deleted, or if nobody can be asked. A
+        refusal counts as gone: helm removes our rights before it removes us.
         """
         for what, read in (("region", self._region_metadata), ("DaemonSet", self._daemonset_metadata)):
             try:
@@ -140,65 +141,6 @@ class RegionClient:
             self._daemonset, self._namespace, _request_timeout=_REQUEST_SECONDS
         )
         return found.metadata.deletion_timestamp is not None
-
-
-def build_status(
-    *,
-    previous: Sequence[Condition],
-    generation: int,
-    figures: Figures | None,
-    findings: Sequence[Finding],
-    engines: Sequence[Engine],
-    epoch: int,
-    now: datetime | None = None,
-) -> KVOffloadRegionStatus:
-    """Our part of the region's status. `previous` are its conditions as they were, whoever set them."""
-    now = now or datetime.now(UTC)
-    attached = [engine for engine in engines if engine.is_attached]
-    return KVOffloadRegionStatus(
-        observed_generation=generation,
-        conditions=[
-            transition(
-                previous,
-                type=finding.type,
-                status="True" if finding.holds else "False",
-                reason=finding.reason,
-                message=finding.message,
-                generation=generation,
-                now=now,
-            )
-            for finding in findings
-        ],
-        capacity_bytes=figures.capacity_bytes if figures else 0,
-        allocated_bytes=figures.allocated_bytes if figures else 0,
-        used_bytes=figures.used_bytes if figures else 0,
-        free_bytes=figures.free_bytes if figures else 0,
-        saved_bytes=figures.saved_bytes if figures else 0,
-        daemon_version=__version__,
-        epoch=epoch,
-        engines=[_build_engine(engine) for engine in attached[:MAX_ENGINES]],
-        engines_attached=len(attached),
-        engines_replicated=sum(engine.layout == "replicated" for engine in attached),
-    )
-
-
-def _build_engine(engine: Engine) -> RegionEngine:
-    words = [engine.message, engine.note]
-    return RegionEngine(
-        pod_namespace=engine.pod.namespace,
-        pod_name=engine.pod.name,
-        pod_uid=engine.pod.uid,
-        engine_id=engine.engine_id,
-        model=engine.model,
-        tensor_parallel_size=engine.world_size,
-        predicted_layout=engine.pod.predicted_layout[:64],
-        confirmed_layout=engine.layout,
-        reason=engine.reason[:64],
-        message="; ".join(word for word in words if word)[:1024],
-        stored_bytes=engine.stored_bytes,
-        loaded_bytes=engine.loaded_bytes,
-        attached_since=datetime.fromtimestamp(int(engine.attached_since), UTC),
-    )
 
 
 def _reason(error: Exception) -> str:

@@ -1,9 +1,19 @@
-"""What the daemon finds about itself: figures and findings, which `report.py` turns into the region's status.
+"""What the daemon finds about itself, and the region's status built from it.
 
-Runs in the node daemon; made by `daemon.py` and `region/region.py`. Pure.
+Runs in the node daemon; made by `daemon.py` and `region/region.py`, written by `report.py`. Pure.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from kvoffload import __version__
+from kvoffload.api.conditions import Condition, transition
+from kvoffload.api.region import MAX_ENGINES, KVOffloadRegionStatus, RegionEngine
+
+if TYPE_CHECKING:
+    from kvoffload_node.session.engines import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +45,62 @@ class Finding:
     holds: bool
     reason: str
     message: str
+
+
+def build_status(
+    *,
+    previous: Sequence[Condition],
+    generation: int,
+    figures: Figures | None,
+    findings: Sequence[Finding],
+    engines: Sequence["Engine"],
+    epoch: int,
+    now: datetime | None = None,
+) -> KVOffloadRegionStatus:
+    """Our part of the region's status. `previous` are its conditions as they were, whoever set them."""
+    now = now or datetime.now(UTC)
+    attached = [engine for engine in engines if engine.is_attached]
+    return KVOffloadRegionStatus(
+        observed_generation=generation,
+        conditions=[
+            transition(
+                previous,
+                type=finding.type,
+                status="True" if finding.holds else "False",
+                reason=finding.reason,
+                message=finding.message,
+                generation=generation,
+                now=now,
+            )
+            for finding in findings
+        ],
+        capacity_bytes=figures.capacity_bytes if figures else 0,
+        allocated_bytes=figures.allocated_bytes if figures else 0,
+        used_bytes=figures.used_bytes if figures else 0,
+        free_bytes=figures.free_bytes if figures else 0,
+        saved_bytes=figures.saved_bytes if figures else 0,
+        daemon_version=__version__,
+        epoch=epoch,
+        engines=[_build_engine(engine) for engine in attached[:MAX_ENGINES]],
+        engines_attached=len(attached),
+        engines_replicated=sum(engine.layout == "replicated" for engine in attached),
+    )
+
+
+def _build_engine(engine: "Engine") -> RegionEngine:
+    words = [engine.message, engine.note]
+    return RegionEngine(
+        pod_namespace=engine.pod.namespace,
+        pod_name=engine.pod.name,
+        pod_uid=engine.pod.uid,
+        engine_id=engine.engine_id,
+        model=engine.model,
+        tensor_parallel_size=engine.world_size,
+        predicted_layout=engine.pod.predicted_layout[:64],
+        confirmed_layout=engine.layout,
+        reason=engine.reason[:64],
+        message="; ".join(word for word in words if word)[:1024],
+        stored_bytes=engine.stored_bytes,
+        loaded_bytes=engine.loaded_bytes,
+        attached_since=datetime.fromtimestamp(int(engine.attached_since), UTC),
+    )

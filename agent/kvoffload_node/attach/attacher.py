@@ -1,14 +1,14 @@
 """The attacher: gives each opted-in pod of this node its socket and library, and the daemon the socket.
 
-Runs as `python -m kvoffload_node attacher`, in the daemon's pod but in a container that has the kubelet's pods folder and
-nothing else. It reads nothing that a pod sends.
+Runs as `python -m kvoffload_node attacher`, in the daemon's pod but in a container that has the kubelet's pods folder
+and nothing else. It reads nothing that a pod sends.
 
     known pod, folder there  ── bind ──> listening ── AttachPod ──> daemon ── library ──> attached
     pod or folder gone       ── DetachPod ──> forgotten
     daemon connected anew    ── AttachPod for every pod
 
-One look costs a stat of the kubelet's folder and one open for each pod that waits, so it is taken every 50 ms: nothing can
-go silent, and a pod has its socket within 100 ms of its folder.
+One look costs a stat of the kubelet's folder and one open for each pod that waits, so it is taken every 50 ms:
+nothing can go silent, and a pod has its socket within 100 ms of its folder.
 """
 
 import logging

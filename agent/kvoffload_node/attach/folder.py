@@ -1,8 +1,8 @@
 """A pod's emptyDir as the attacher sees it: opened by descriptor, never following a link, written in a fixed order.
 
-Runs in the attacher. The folders down to the emptyDir belong to the kubelet; what is inside may be written by the pod too
-(another of its containers may mount it), so nothing inside is trusted: every name is made new, relative to a descriptor, and
-no mode is changed by path.
+Runs in the attacher. The folders down to the emptyDir belong to the kubelet; what is inside may be written by the pod
+too (another of its containers may mount it), so nothing inside is trusted: every name is made new, relative to a
+descriptor, and no mode is changed by path.
 
     <kubelet root>/pods/<uid>/volumes/kubernetes.io~empty-dir/kvoffload/
         daemon.sock      1. bound and handed to the daemon

@@ -1,7 +1,7 @@
 """The attacher's connection to the daemon: pods and their listening sockets go one way, short answers come back.
 
-Runs in the attacher, used by `attacher.py`. A broken connection is a fact to act on, not an error: the attacher connects again
-and hands every pod over again.
+Runs in the attacher, used by `attacher.py`. A broken connection is a fact to act on, not an error: the attacher
+connects again and hands every pod over again.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """This node's opted-in pods, from the API server, and whether the pool takes their namespace.
 
-Runs in the attacher, in a thread of its own; `attacher.py` looks at the last known set and never waits for it. A watch that
-goes silent costs at most `RESYNC_SECONDS`, and less where the kubelet's folder shows a pod that is not known: then
-`refresh` ends the watch.
+Runs in the attacher, in a thread of its own; `attacher.py` looks at the last known set and never waits for it. A
+watch that goes silent costs at most `RESYNC_SECONDS`, and less where the kubelet's folder shows a pod that is not
+known: then `refresh` ends the watch.
 """
 
 import logging

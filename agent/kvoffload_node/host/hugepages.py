@@ -91,7 +91,7 @@ def _cgroup_folders(paths: HostPaths, size: str) -> list[tuple[Path, str, str]]:
 
 
 def explain_shortage(paths: HostPaths, *, wanted_bytes: int, page_bytes: int) -> tuple[str, str]:
-    """Why `wanted_bytes` could not be had: a CamelCase reason, and a message with what was asked, the limit and the free."""
+    """Why `wanted_bytes` cannot be had: a CamelCase reason, and a message with what was asked, limit and free."""
     counts = read_hugepages(paths, page_bytes)
     limit = read_hugepage_limit(paths, page_bytes)
     free_bytes = counts.available * page_bytes if counts else 0
@@ -107,8 +107,8 @@ def explain_shortage(paths: HostPaths, *, wanted_bytes: int, page_bytes: int) ->
     missing_pages = -(-(wanted_bytes - free_bytes) // page_bytes)
     return (
         "PagesUnavailable",
-        f"{numbers}; reserve {max(1, missing_pages)} more pages on the node (at boot: hugepagesz, hugepages), lower the "
-        "pool's capacity, or stop who holds them",
+        f"{numbers}; reserve {max(1, missing_pages)} more pages on the node (at boot: hugepagesz, hugepages), lower "
+        "the pool's capacity, or stop who holds them",
     )
 
 

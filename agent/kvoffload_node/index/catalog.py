@@ -1,10 +1,9 @@
 """What the journals' numbers mean: tenants, namespaces and accounts, and whether the journals are true at all.
 
-Runs in the node daemon: read once at start, written whole (to a new file, then renamed) whenever a number is given out. That
-happens when a pod or an engine is first seen, never per request.
+Runs in the node daemon: read once at start, written whole (to a new file, then renamed) whenever a number is given
+out. That happens when a pod or an engine is first seen, never per request.
 """
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -54,4 +53,4 @@ def write_catalog(path: Path, catalog: Catalog) -> None:
     """Replace the catalog as a whole."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(msgspec.msgpack.encode(catalog))
-    os.replace(new, path)
+    new.replace(path)

@@ -1,8 +1,8 @@
 """What to evict: the coldest slot of a slab, or the coldest whole extent of a tenant.
 
-Runs in the node daemon, called by `tenant.py` and by the pool when an extent has to move. Coldness is the tick of the last
-use. A slab takes its own coldest slot, unless a whole extent elsewhere is colder than that: so extents follow demand, and
-what is evicted is always (by the extent's own measure, its last use) the least recently used.
+Runs in the node daemon, called by `tenant.py` and by the pool when an extent has to move. Coldness is the tick of the
+last use. A slab takes its own coldest slot, unless a whole extent elsewhere is colder than that: so extents follow
+demand, and what is evicted is always (by the extent's own measure, its last use) the least recently used.
 """
 
 import heapq
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def coldest_slot(slab: Slab, account: Account) -> tuple[int, int] | None:
-    """Offset and tick of the slot to evict for `account`, or None if all are leased, written or guaranteed to others."""
+    """Offset and tick of the slot to evict for `account`, None if all are leased or guaranteed to others."""
     best: tuple[int, int] | None = None
     for owner, lru in slab.evictable.items():
         if lru and owner.may_lose(slab.slot_bytes, to=account):

@@ -1,7 +1,7 @@
 """The slot journal: what a restarted daemon may believe.
 
-Runs in the node daemon; written by `tenant.py`, read once at start. A file that only the daemon maps, one fixed record a
-slot; the page cache outlives a killed daemon, and a record torn by the kill does not match its checksum.
+Runs in the node daemon; written by `tenant.py`, read once at start. A file that only the daemon maps, one fixed
+record a slot; the page cache outlives a killed daemon, and a record torn by the kill does not match its checksum.
 
     <state>/tenant-<digest>.journal
     | extent table: an entry for each position | records of position 0 | records of position 1 | ...
@@ -10,10 +10,10 @@ slot; the page cache outlives a killed daemon, and a record torn by the kill doe
 
     state     written                                        a restarted daemon
     FREE      when nobody can touch the slot any more        hands it out
-    WRITING   before the slot is handed out                  holds it until the engine of that number has said what it writes
-    READY     after the last rank's seal, before it is hit   serves it
-    ORPHANED  dropped while leased                           holds it until all engines of before have said what they read
-    torn      (checksum)                                     as ORPHANED
+    WRITING   before the slot is handed out                  holds it until the engine of that number has said what it
+    writes READY     after the last rank's seal, before it is hit   serves it ORPHANED  dropped while leased
+    holds it until all engines of before have said what they read torn      (checksum)
+    as ORPHANED
 """
 
 import mmap

@@ -1,4 +1,5 @@
-"""The things the index is made of: extents cut into slots, slabs of one slot size, namespaces of keys, writes under way.
+"""The things the index is made of: extents cut into slots, slabs of one slot size, namespaces of keys, writes under
+way.
 
 Runs in the node daemon, used by `tenant.py` and `eviction.py` only.
 

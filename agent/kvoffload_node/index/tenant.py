@@ -1,11 +1,12 @@
 """One tenant's index: look-ups, leases, reservations and seals. The hot paths of the daemon.
 
-Runs in the node daemon's event loop, one call a message, never two at once; called by `session/` and `region/extents.py`.
-Offsets are byte offsets into the tenant's file. A holder is one session's leases: `dict` of offset to count.
+Runs in the node daemon's event loop, one call a message, never two at once; called by `session/` and
+`region/extents.py`. Offsets are byte offsets into the tenant's file. A holder is one session's leases: `dict` of
+offset to count.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
 from kvoffload.errors import ProtocolError
@@ -95,7 +96,7 @@ class TenantIndex:
 
     def unpin(self, holder: Holder, offsets: Iterable[int]) -> None:
         """One lease less on each. Raises ProtocolError."""
-        released = []
+        released: list[int] = []
         for offset in offsets:
             count = holder.get(offset)
             if count is None:
@@ -224,8 +225,8 @@ class TenantIndex:
     def fail(self, owner: object, rank: int, offsets: Iterable[int]) -> None:
         """These slots get no bytes from rank `rank` (-1: the scheduler). Raises ProtocolError.
 
-        A slot without a key is free at once: nobody was told to write it. One that has a key is free when every rank has
-        sealed or failed it, because until then a copy may still land in it.
+        A slot without a key is free at once: nobody was told to write it. One that has a key is free when every rank
+        has sealed or failed it, because until then a copy may still land in it.
         """
         for offset in offsets:
             write = self._write_of(owner, offset)
@@ -381,7 +382,7 @@ class TenantIndex:
 
     def restore(
         self,
-        owners: dict[int, tuple[object, int]],
+        owners: Mapping[int, tuple[object, int]],
         accounts: Sequence[Account],
         nobody: object,
     ) -> None:
@@ -408,7 +409,7 @@ class TenantIndex:
         self,
         extent: Extent,
         record: SlotRecord,
-        owners: dict[int, tuple[object, int]],
+        owners: Mapping[int, tuple[object, int]],
         accounts: Sequence[Account],
         nobody: object,
     ) -> None:

@@ -1,7 +1,7 @@
 """The pool's extents: which tenant's file has how many, allocated ahead of demand, moved when demand moves.
 
-Runs in the node daemon. Decisions are made in the event loop, the kernel's work (clearing pages takes 10 to 20 ms for 64 MiB)
-in one thread; sessions are served meanwhile from what is ready.
+Runs in the node daemon. Decisions are made in the event loop, the kernel's work (clearing pages takes 10 to 20 ms for
+64 MiB) in one thread; sessions are served meanwhile from what is ready.
 
     reservation  ── allocate ──>  spare extent of a tenant  ── cut ──>  slots of a slab
          ^                              │    ^                             │
@@ -100,10 +100,11 @@ class ExtentPool:
     async def _provide(self, tenant: Tenant) -> None:
         while tenant.starving or (tenant.num_workers and len(tenant.index.spare) < HEADROOM_EXTENTS):
             starving = tenant.starving
-            if self.num_allocated >= self.num_extents:
-                if starving is None or tenant.index.spare or not await self._take_back(tenant, *starving):
-                    tenant.starving = None
-                    return
+            if self.num_allocated >= self.num_extents and (
+                starving is None or tenant.index.spare or not await self._take_back(tenant, *starving)
+            ):
+                tenant.starving = None
+                return
             tenant.starving = None
             if not await self._allocate(tenant):
                 return

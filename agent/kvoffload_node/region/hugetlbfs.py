@@ -7,9 +7,9 @@ page: a client of the tenant may truncate its file at any time, and then only th
         tenant-<digest>.region            0600, as long as the capacity, holes where no extent is allocated
         (unlinked) the reservation        keeps pages that are not allocated yet from everybody else
 
-The reservation is an unlinked file that was mapped once, whole, without MAP_NORESERVE: the kernel then keeps that many pages
-for its inode, also when the mapping is gone, until the file is cut. It is cut by one extent just before an extent is
-allocated, so that capacity which was promised at the start is not lost to another program later.
+The reservation is an unlinked file that was mapped once, whole, without MAP_NORESERVE: the kernel then keeps that
+many pages for its inode, also when the mapping is gone, until the file is cut. It is cut by one extent just before an
+extent is allocated, so that capacity which was promised at the start is not lost to another program later.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """One connection of an engine's process: frames in, frames out, each message bounded, validated and handed on.
 
-Runs in the node daemon's event loop, made by `server.py` for each accepted socket. Whatever a peer sends ends at worst this
-connection: a ProtocolError closes it, a SessionRefused is answered with its reason.
+Runs in the node daemon's event loop, made by `server.py` for each accepted socket. Whatever a peer sends ends at
+worst this connection: a ProtocolError closes it, a SessionRefused is answered with its reason.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._ended:
             self._transport.resume_reading()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio names it
         """The socket is closed, by whichever side."""
         self._registry.connections.discard(self)
         if self._session is not None:

@@ -1,12 +1,13 @@
 """Pods, engines and sessions: who they are, what they hold. No sockets here.
 
-Runs in the node daemon; made and changed by `registry.py`, used by `connection.py`, read by `report.py` and `metrics.py`.
+Runs in the node daemon; made and changed by `registry.py`, used by `connection.py`, read by `report.py` and
+`metrics.py`.
 
     Pod ──< Engine (one incarnation of an engine id) ──< Session (scheduler or rank) ──1 Connection or none
                  owns writes (index)                        holds leases (index), and a lock on its attachment file
 
-A connection can break while its process lives: the session then stays, without a connection, until the process connects again
-(and takes over what it held) or its lock is gone.
+A connection can break while its process lives: the session then stays, without a connection, until the process
+connects again (and takes over what it held) or its lock is gone.
 """
 
 import time

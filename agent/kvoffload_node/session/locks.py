@@ -1,7 +1,8 @@
 """Attachments: who may touch the region, told by a file lock that the kernel drops with the last process that holds it.
 
-Runs in the node daemon. For each session a file is made, locked by `flock`, and its open description passed to the client;
-the daemon closes its own copy. Whether the client lives is then a fact that any daemon can test, also a restarted one.
+Runs in the node daemon. For each session a file is made, locked by `flock`, and its open description passed to the
+client; the daemon closes its own copy. Whether the client lives is then a fact that any daemon can test, also a
+restarted one.
 
     <state>/attachments/<number>.lock     empty; locked as long as the client lives
     <state>/attachments/<number>.json     which engine and rank it is, for a restarted daemon
@@ -46,7 +47,7 @@ class Attachments:
         lock = self._lock_path(entry.number)
         descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.replace(new, self._folder / f"{entry.number}.json")
+        new.replace(self._folder / f"{entry.number}.json")
         return descriptor
 
     def is_held(self, number: int) -> bool:

@@ -170,7 +170,7 @@ class Registry:
             raise ProtocolError("a worker's part has no bytes")
 
     def _engine_for(self, pod: Pod, hello: Hello) -> Engine:
-        """The engine that the process belongs to: the newest of its id, or a new incarnation where its place is taken."""
+        """The engine that the process belongs to: the newest of its id, or a new one where its place is taken."""
         engine = pod.engines.get(hello.engine_id)
         if engine is not None:
             for session in list(engine.sessions.values()):
@@ -183,7 +183,7 @@ class Registry:
                 raise SessionRefused(
                     RefusalReason.RANK_CONFLICT,
                     f"engine {hello.engine_id} is attached with {engine.world_size} ranks and identity "
-                    f"{engine.identity.hex()[:12]}; this process says {hello.world_size} and {hello.identity.hex()[:12]}",
+                    f"{engine.identity.hex()[:12]}, this process says {hello.world_size} and {hello.identity.hex()[:12]}",
                 )
             if same and (occupant is None or _is_same_process(occupant, hello)):
                 return engine
@@ -485,7 +485,7 @@ class Registry:
         self._check_recovered(engine.tenant)
 
     def _settle_claims(self, engine: Engine) -> None:
-        """Free the writes of before the restart that no process of the engine claims, once each has spoken or is dead."""
+        """Free the writes of before the restart that nobody claims, once each process has spoken or is dead."""
         if any(session.recovered for session in engine.sessions.values()):
             return
         index = engine.tenant.index

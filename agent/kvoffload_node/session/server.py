@@ -1,11 +1,10 @@
 """Listening sockets: `/handoff/attach.sock`, through which the attacher hands over pods, and one for each pod.
 
-Runs in the node daemon's event loop, made by `daemon.py`. The daemon binds no pod's socket and sees no pod's folder: it gets
-each listening socket as a descriptor, and knows by it which pod speaks.
+Runs in the node daemon's event loop, made by `daemon.py`. The daemon binds no pod's socket and sees no pod's folder:
+it gets each listening socket as a descriptor, and knows by it which pod speaks.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -124,8 +123,9 @@ class Server:
 async def _readable(peer: socket.socket) -> None:
     """Wait until the socket has something to read."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(peer, lambda: future.done() or future.set_result(None))
-    with contextlib.ExitStack() as stack:
-        stack.callback(loop.remove_reader, peer)
-        await future
+    readable = asyncio.Event()
+    loop.add_reader(peer, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(peer)
