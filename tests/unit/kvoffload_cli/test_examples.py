@@ -1,0 +1,64 @@
+"""The examples: every file parses, every pool is one that the API takes, every workload names a pool that is there."""
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from fixtures.examples import CRDS, EXAMPLES, example_files, objects_in, pods_of
+from kvoffload.api.keys import CONTAINER_ANNOTATION, POOL_LABEL
+from kvoffload.api.pool import KVOffloadPool
+
+FILES = example_files()
+WORKLOADS = {"Deployment", "LeaderWorkerSet", "InferenceService"}
+
+
+def pools_in(path: Path) -> dict[str, KVOffloadPool]:
+    pools = [KVOffloadPool.from_manifest(one) for one in objects_in(path) if one["kind"] == "KVOffloadPool"]
+    return {pool.name: pool for pool in pools}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_workload_opts_in_to_a_pool_of_the_examples(path: Path) -> None:
+    known = pools_in(path) | pools_in(EXAMPLES / "pool.yaml")
+    for one in objects_in(path):
+        pods = list(pods_of(one))
+        assert bool(pods) == (one["kind"] in WORKLOADS)
+        for pod in pods:
+            assert pod["metadata"]["labels"][POOL_LABEL] in known
+            named = pod["metadata"].get("annotations", {}).get(CONTAINER_ANNOTATION)
+            assert named in (None, *(container["name"] for container in pod["spec"]["containers"]))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_pools_are_whole_pages_and_quotas_fit(path: Path) -> None:
+    for pool in pools_in(path).values():
+        assert pool.spec.capacity % pool.spec.page_size.num_bytes == 0
+        assert sum(quota.guaranteed for quota in pool.spec.quotas) <= pool.spec.capacity
+
+
+def test_the_two_tenants_share_no_block_and_both_may_attach() -> None:
+    objects = objects_in(EXAMPLES / "two-tenants.yaml")
+    (pool,) = pools_in(EXAMPLES / "two-tenants.yaml").values()
+    assert pool.spec.sharing.value == "Namespace"
+    assert pool.spec.namespace_selector is not None
+    selected = {
+        one["metadata"]["name"]
+        for one in objects
+        if one["kind"] == "Namespace"
+        and pool.spec.namespace_selector.match_labels.items() <= one["metadata"]["labels"].items()
+    }
+    assert selected == {quota.namespace for quota in pool.spec.quotas} == {"team-a", "team-b"}
+
+
+@pytest.mark.parametrize(
+    ("stub", "example"),
+    [("leaderworkerset.yaml", "leaderworkerset.yaml"), ("inferenceservice.yaml", "kserve.yaml")],
+)
+def test_custom_kinds_fit_their_stub_schema(stub: str, example: str) -> None:
+    crd = yaml.safe_load((CRDS / stub).read_text())
+    (version,) = crd["spec"]["versions"]
+    (one,) = objects_in(EXAMPLES / example)
+    assert one["apiVersion"] == f"{crd['spec']['group']}/{version['name']}"
+    jsonschema.validate(one, version["schema"]["openAPIV3Schema"])
