@@ -30,7 +30,7 @@ from kvoffload_node.health import start_daemon_endpoints
 from kvoffload_node.host.hugepages import explain_shortage
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.metrics import NodeCollector
-from kvoffload_node.region.hugetlbfs import read_mount
+from kvoffload_node.region.hugetlbfs import NoHugetlbfs, read_mount
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
@@ -175,11 +175,8 @@ class Daemon:
                 self.running = self._open()
             except RegionUnusable as error:
                 log.error("the region cannot be opened: %s", error)
-                no_mount = "is not a mount point" in str(error)
-                self._region_problem = (
-                    RegionReason.NO_HUGETLBFS if no_mount else RegionReason.REGION_UNUSABLE,
-                    str(error),
-                )
+                reason = RegionReason.NO_HUGETLBFS if isinstance(error, NoHugetlbfs) else RegionReason.REGION_UNUSABLE
+                self._region_problem = (reason, str(error))
                 await asyncio.sleep(RETRY_SECONDS)
         self._region_problem = ("", "")
         gc.freeze()
@@ -334,8 +331,10 @@ class Daemon:
         registry.drain("the node daemon stops; it is back soon if it is only being updated")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_seconds):
-                while any(tenant.index.has_assigned_writes for tenant in region.extents.tenants.values()):
-                    await asyncio.sleep(DRAIN_LOOK_SECONDS)  # noqa: ASYNC110 - seals set no event, on purpose
+                while any(  # noqa: ASYNC110 - a seal sets no event: the hot path is for engines
+                    tenant.index.has_assigned_writes for tenant in region.extents.tenants.values()
+                ):
+                    await asyncio.sleep(DRAIN_LOOK_SECONDS)
         server.close_pods()
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:

@@ -1,40 +1,17 @@
 """What the daemon finds about itself, and the region's status built from it.
 
-Runs in the node daemon; made by `daemon.py` and `region/region.py`, written by `report.py`. Pure.
+Runs in the node daemon; used by `daemon.py`, written by `report.py`. Pure.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from kvoffload import __version__
 from kvoffload.api.conditions import Condition, transition
 from kvoffload.api.region import MAX_ENGINES, KVOffloadRegionStatus, RegionEngine
-
-if TYPE_CHECKING:
-    from kvoffload_node.session.engines import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Bytes and slots of a region at one moment."""
-
-    capacity_bytes: int
-    allocated_bytes: int
-    used_by_tenant: dict[str, int]
-    free_bytes: int
-    saved_bytes: int
-    waste_bytes: int
-    slots: dict[str, int]
-    """By state: free, writing, ready, leased (a part of ready), orphaned."""
-    evicted_bytes: dict[str, int]
-    """By reason."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of slots that are ready or being written, of all tenants."""
-        return sum(self.used_by_tenant.values())
+from kvoffload_node.region.figures import Figures
+from kvoffload_node.session.engines import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +30,7 @@ def build_status(
     generation: int,
     figures: Figures | None,
     findings: Sequence[Finding],
-    engines: Sequence["Engine"],
+    engines: Sequence[Engine],
     epoch: int,
     now: datetime | None = None,
 ) -> KVOffloadRegionStatus:
@@ -87,7 +64,7 @@ def build_status(
     )
 
 
-def _build_engine(engine: "Engine") -> RegionEngine:
+def _build_engine(engine: Engine) -> RegionEngine:
     words = [engine.message, engine.note]
     return RegionEngine(
         pod_namespace=engine.pod.namespace,

@@ -28,6 +28,10 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _OUT_OF_PAGES = (errno.ENOSPC, errno.ENOMEM)
 
 
+class NoHugetlbfs(RegionUnusable):
+    """Where the pool's pages should come from there is no hugetlbfs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mount:
     """A folder that is the root of a hugetlbfs or tmpfs mount."""
@@ -38,7 +42,7 @@ class Mount:
 
 
 def read_mount(path: Path, mounts_file: Path = Path("/proc/self/mountinfo")) -> Mount:
-    """What is mounted at `path`. Raises RegionUnusable where that is neither hugetlbfs nor tmpfs."""
+    """What is mounted at `path`. Raises NoHugetlbfs where that is neither hugetlbfs nor tmpfs."""
     wanted = str(path.resolve())
     kind = ""
     for line in mounts_file.read_text().splitlines():
@@ -46,9 +50,9 @@ def read_mount(path: Path, mounts_file: Path = Path("/proc/self/mountinfo")) -> 
         if fields.split()[4].replace("\\040", " ") == wanted:
             kind = tail.split()[0]
     if kind not in ("hugetlbfs", "tmpfs"):
-        raise RegionUnusable(
-            f"{path} is {kind or 'not a mount point'}, needed is a hugetlbfs mount; mount one on the node, or set "
-            "hugetlbfsMount: Managed in the pool"
+        raise NoHugetlbfs(
+            f"{path} is {kind or 'no mount point of its own'}, needed is a hugetlbfs mount; mount one on the node, or "
+            "set hugetlbfsMount: Managed in the pool"
         )
     return Mount(path=path, page_bytes=os.statvfs(path).f_bsize, is_hugetlbfs=kind == "hugetlbfs")
 

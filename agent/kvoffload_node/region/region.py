@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kvoffload.api.pool import Mode, ReplicatedLayout, Sharing
+from kvoffload.api.pool import Fallback, Mode, ReplicatedLayout, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import PagesUnavailable, RefusalReason, RegionUnusable, SessionRefused
 from kvoffload.layout.extents import plan_extent_bytes
@@ -18,8 +18,8 @@ from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
 from kvoffload_node.index.slots import Namespace
 from kvoffload_node.index.tenant import Clock, TenantIndex
 from kvoffload_node.region.extents import ExtentPool, Tenant
-from kvoffload_node.region.hugetlbfs import Mount, RegionFile, Reservation
-from kvoffload_node.status import Figures
+from kvoffload_node.region.figures import Figures
+from kvoffload_node.region.hugetlbfs import Mount, NoHugetlbfs, RegionFile, Reservation
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,11 @@ class Region:
         self.pages_reserved = False
         self._state = state_folder
         self._catalog_path = state_folder / "catalog"
+        if not mount.is_hugetlbfs and spec.fallback is Fallback.NONE:
+            raise NoHugetlbfs(
+                f"{mount.path} is shared memory in 4 KiB pages and the pool has fallback None; mount a hugetlbfs there, "
+                "or set fallback: SharedMemory"
+            )
         if spec.page_size_bytes != mount.page_bytes and mount.is_hugetlbfs:
             raise RegionUnusable(
                 f"{mount.path} has pages of {mount.page_bytes} bytes, the pool asks for {spec.page_size_bytes}; "

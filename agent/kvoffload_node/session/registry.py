@@ -183,7 +183,8 @@ class Registry:
                 raise SessionRefused(
                     RefusalReason.RANK_CONFLICT,
                     f"engine {hello.engine_id} is attached with {engine.world_size} ranks and identity "
-                    f"{engine.identity.hex()[:12]}, this process says {hello.world_size} and {hello.identity.hex()[:12]}",
+                    f"{engine.identity.hex()[:12]}; this process says {hello.world_size} ranks and identity "
+                    f"{hello.identity.hex()[:12]}",
                 )
             if same and (occupant is None or _is_same_process(occupant, hello)):
                 return engine
