@@ -10,6 +10,7 @@ Every `ensure_` looks at the machine, does what is missing and records it; every
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from hack.cluster.record import MachineRecord
@@ -79,6 +80,13 @@ def ensure_mounts(settings: ClusterSettings, record: MachineRecord) -> None:
     if not NODE_STATE.exists() and str(NODE_STATE) not in record.folders:
         record.folders.append(str(NODE_STATE))
         record.write(settings.run)
+
+
+def release_regions(record: MachineRecord) -> None:
+    """Remove what daemons that could not clean up left on hugetlbfs: the pages are counted until the files are gone."""
+    for folder in HUGETLBFS.glob("kvoffload-*"):
+        if folder.name not in record.regions_before:
+            shutil.rmtree(folder)
 
 
 def release_mounts(settings: ClusterSettings, record: MachineRecord) -> None:

@@ -13,13 +13,14 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(slots=True)
 class MachineRecord:
-    """Pages reserved, mounts and folders made, network namespaces that were there before, by this boot's `up`."""
+    """What this boot's `up` made (pages, mounts, folders), and what was there before it (namespaces, regions)."""
 
     boot_id: str
     hugepages_added: int = 0
     mounts: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
     namespaces_before: list[str] = field(default_factory=list)
+    regions_before: list[str] = field(default_factory=list)
     is_new: bool = False
 
     @classmethod
@@ -31,9 +32,12 @@ class MachineRecord:
             stored = json.loads(path.read_text())
             if stored["boot_id"] == boot_id:
                 return cls(**stored)
-        namespaces = Path("/run/netns")
-        before = sorted(entry.name for entry in namespaces.iterdir()) if namespaces.is_dir() else []
-        return cls(boot_id=boot_id, namespaces_before=before, is_new=True)
+        return cls(
+            boot_id=boot_id,
+            namespaces_before=[entry.name for entry in Path("/run/netns").glob("*")],
+            regions_before=[entry.name for entry in Path("/dev/hugepages").glob("kvoffload-*")],
+            is_new=True,
+        )
 
     def write(self, folder: Path) -> None:
         """Replace the stored record in one step."""

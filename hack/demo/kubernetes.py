@@ -8,7 +8,7 @@ from typing import Any
 from hack.cluster import lifecycle
 from hack.cluster.settings import ClusterSettings
 from hack.console import StepError, wait_until
-from hack.shell import run
+from hack.shell import is_successful, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,10 @@ class Kubernetes:
         arguments = ["get", kind, name, "--output=json", "--ignore-not-found"]
         text = self.kubectl(*arguments, *([f"--namespace={namespace}"] if namespace else []))
         return json.loads(text) if text.strip() else None
+
+    def is_known(self, kind: str) -> bool:
+        """The API server serves this kind."""
+        return is_successful([*lifecycle.kubectl(self.settings), "get", kind, "--output=name"])
 
     def ensure_namespace(self, name: str) -> None:
         """Make a namespace, and wait for the service account that its pods need."""
