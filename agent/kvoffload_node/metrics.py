@@ -29,6 +29,7 @@ HELP = {
     "kvoffload_sessions": "Sessions, by whether their process is connected.",
     "kvoffload_lookups": "Keys looked up, by result.",
     "kvoffload_stored_bytes": "Bytes of slots that became ready.",
+    "kvoffload_rank_stored_bytes": "Bytes that engines' ranks say they copied in; one copy is shared by all its ranks.",
     "kvoffload_loaded_bytes": "Bytes that ranks say they loaded.",
     "kvoffload_deduplicated_bytes": "Bytes that a plain layout would have stored beside those that were.",
     "kvoffload_cross_engine_hits": "Hits on slots that another engine stored.",
@@ -91,6 +92,8 @@ class NodeCollector(Collector):
             "kvoffload_lookups", {(("result", "hit"),): counters.hits, (("result", "miss"),): counters.misses}
         )
         yield _counter("kvoffload_stored_bytes", {(): counters.stored_bytes})
+        copied = sorted(counters.copied_by_rank.items())
+        yield _counter("kvoffload_rank_stored_bytes", {(("rank", str(rank)),): value for rank, value in copied})
         yield _counter("kvoffload_loaded_bytes", {(): counters.loaded_bytes})
         yield _counter("kvoffload_deduplicated_bytes", {(): counters.deduplicated_bytes})
         yield _counter("kvoffload_cross_engine_hits", {(): counters.cross_engine_hits})

@@ -291,7 +291,7 @@ class Connection(asyncio.Protocol):
         self._registry.revoked(session, unpack_offsets(message.extents))
 
     def _on_report(self, session: Session, message: Report) -> None:
-        self._registry.report(session.engine, message)
+        self._registry.report(session, message)
 
 
 def _engine_of_scheduler(session: Session) -> Engine:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 from kvoffload.api.pool import Mode
@@ -54,6 +54,8 @@ class Counters:
     failed_loads: int = 0
     failed_stores: int = 0
     missed_deadlines: int = 0
+    copied_by_rank: Counter[int] = field(default_factory=Counter)
+    """Bytes that each rank says it copied into the region."""
 
 
 SWEEP_SECONDS = 0.25
@@ -408,9 +410,11 @@ class Registry:
             if write is not None and write.owner is session.engine and write.restored and session.rank >= 0:
                 index.keep_pending(offset, write, ~(1 << session.rank))
 
-    def report(self, engine: Engine, report: Report) -> None:
+    def report(self, session: Session, report: Report) -> None:
         """Count what a process says it moved."""
-        counters = self.counters
+        engine, counters = session.engine, self.counters
+        if report.stored_bytes:
+            counters.copied_by_rank[session.rank] += report.stored_bytes
         engine.loaded_bytes += report.loaded_bytes
         counters.loaded_bytes += report.loaded_bytes
         counters.failed_loads += report.failed_loads
