@@ -71,6 +71,7 @@ class KVOffloadConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._inert_because = ""
+        self._process = os.urandom(16)
         self._identity: WorkerIdentity | None = None
         self._failed_loads: dict[str, bool] = {}
         self._invalid_blocks: set[int] = set()
@@ -130,7 +131,7 @@ class KVOffloadConnector(OffloadingConnector):
         worker = KVOffloadWorker(
             rank=facts.rank,
             socket_path=socket_path(self._config),
-            make_hello=functools.partial(worker_hello, self._config, facts),
+            make_hello=functools.partial(worker_hello, self._config, self._process, facts),
             layout=facts.layout,
             tensors=facts.tensors,
             transfer=facts.build_transfer(),
@@ -209,7 +210,7 @@ class KVOffloadConnector(OffloadingConnector):
             return
         self._manager.connect(
             socket_path(self._config),
-            make_hello=functools.partial(scheduler_hello, self._config, digests.pop()),
+            make_hello=functools.partial(scheduler_hello, self._config, self._process, digests.pop()),
             none_hash=compat.none_hash,
             chunks_per_step=chunks_per_step(self._config, self.scheduler_side),
         )
@@ -294,12 +295,13 @@ def chunks_per_step(vllm_config: Any, scheduler_side: Any) -> int:
     return sum(-(-tokens // group.tokens_per_chunk) for group in scheduler_side.config.kv_group_configs)
 
 
-def worker_hello(vllm_config: Any, facts: WorkerFacts) -> Hello:
+def worker_hello(vllm_config: Any, process: bytes, facts: WorkerFacts) -> Hello:
     """A worker's first message."""
     verdict = facts.verdict
     replicated = verdict.decision is LayoutDecision.REPLICATED
     return _hello(
         vllm_config,
+        process,
         facts.identity.digest,
         role="worker",
         rank=facts.rank,
@@ -310,12 +312,12 @@ def worker_hello(vllm_config: Any, facts: WorkerFacts) -> Hello:
     )
 
 
-def scheduler_hello(vllm_config: Any, digest: bytes) -> Hello:
+def scheduler_hello(vllm_config: Any, process: bytes, digest: bytes) -> Hello:
     """The scheduler's first message."""
-    return _hello(vllm_config, digest, role="scheduler", rank=-1)
+    return _hello(vllm_config, process, digest, role="scheduler", rank=-1)
 
 
-def _hello(vllm_config: Any, digest: bytes, **fields: Any) -> Hello:
+def _hello(vllm_config: Any, process: bytes, digest: bytes, **fields: Any) -> Hello:
     return Hello(
         protocol_min=PROTOCOL_VERSION,
         protocol_max=PROTOCOL_VERSION,
@@ -325,6 +327,6 @@ def _hello(vllm_config: Any, digest: bytes, **fields: Any) -> Hello:
         model=str(vllm_config.model_config.model)[-256:],
         engine_version=compat.installed_version(),
         agent_version=__version__,
-        process=PROCESS,
+        process=process,
         **fields,
     )

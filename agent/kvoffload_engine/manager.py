@@ -256,9 +256,10 @@ class KVOffloadManager(OffloadingManager):
         row = self._row or NO_ROW
         offsets = [answer.offsets.pop(key, -1) if answer is not None else -1 for key in keys]
         packed = np.array(offsets, dtype="<i8").tobytes()
+        leased = np.array([offset for offset in offsets if offset >= 0], dtype="<i8").tobytes()
         epoch = answer.session.welcome.epoch if answer is not None else 0
         # In this order: a restarting daemon is told of all loads that are here when we connect to it.
-        self._loads[req_context.req_id] = Load(tuple(keys), packed, epoch, request.namespace)
+        self._loads[req_context.req_id] = Load(tuple(keys), leased, epoch, request.namespace)
         if answer is None or not answer.session.is_open or -1 in offsets:
             epoch = 0
         return RegionSlots(epoch, packed, row)

@@ -1,0 +1,210 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes, before it builds a
+configuration.
+
+    EngineArgs.create_engine_config, wrapped
+        1. vLLM builds the configuration as the user asked           (an exception here is the user's: passed on)
+        2. preflight                                                  obstacle -> that configuration, and one line why
+        3. vLLM builds it again with our kv_transfer_config           exception -> the first configuration, and one
+        line why 4. what the connector flipped is put back (multimodal inputs)
+
+The decision is taken once and remembered in the environment (`KVOFFLOAD_DECISION`), so that API servers, engine
+cores and workers cannot differ. `register` never raises.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload import __version__
+from kvoffload.errors import KVOffloadError, UnsupportedEngine
+
+SOCKET_VARIABLE = "KVOFFLOAD_SOCKET"
+DECISION_VARIABLE = "KVOFFLOAD_DECISION"
+CONNECTOR = "KVOffloadConnector"
+CONNECTOR_MODULE = "kvoffload_engine.connector"
+SPEC = "KVOffloadSpec"
+SPEC_MODULE = "kvoffload_engine.spec"
+_WRAPPED = "_kvoffload_wrapped"
+logger = logging.getLogger("vllm.kvoffload")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Attach or leave alone, for this pod's engine in all its processes."""
+
+    attach: bool
+    reason: str
+    message: str
+    engine_id: str
+
+    def remember(self) -> None:
+        """For processes started from here on."""
+        os.environ[DECISION_VARIABLE] = json.dumps(dataclasses.asdict(self))
+
+
+def remembered_decision() -> Decision | None:
+    """What another process of this engine decided, None if nothing (or nothing readable)."""
+    try:
+        return Decision(**json.loads(os.environ[DECISION_VARIABLE]))
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def register() -> None:
+    """Wrap vLLM's way to a configuration, where a pool's socket is named. Never raises."""
+    try:
+        if os.environ.get(SOCKET_VARIABLE):
+            wrap_engine_args()
+    except Exception as error:  # noqa: BLE001 - whatever it is, vLLM must start without us
+        leave_alone("PluginError", f"{type(error).__name__}: {error}")
+
+
+def wrap_engine_args() -> None:
+    """Put `build_configuration` around EngineArgs.create_engine_config, once."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if getattr(original, _WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return build_configuration(original, self, *args, **kwargs)
+
+    setattr(create_engine_config, _WRAPPED, True)
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def build_configuration(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """VLLM's configuration, with our connector if nothing speaks against it."""
+    as_asked = copy.copy(engine_args)
+    config = original(as_asked, *args, **kwargs)
+    decision = remembered_decision()
+    if decision is None:
+        try:
+            decision = decide(config)
+        except Exception as error:  # noqa: BLE001 - as in register
+            decision = Decision(False, "PluginError", f"{type(error).__name__}: {error}", "")
+        decision.remember()
+        if not decision.attach:
+            leave_alone(decision.reason, decision.message, config)
+    if decision.attach:
+        try:
+            return build_with_connector(original, engine_args, config, decision, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - as in register
+            message = f"with the connector vLLM says {type(error).__name__}: {error}"
+            Decision(False, "ConfigurationFailed", message, "").remember()
+            leave_alone("ConfigurationFailed", message, config)
+    vars(engine_args).update(vars(as_asked))
+    return config
+
+
+def decide(config: Any) -> Decision:
+    """Look at the configuration that the user asked for."""
+    from kvoffload_engine import compat
+    from kvoffload_engine.preflight import PreflightReason, first_obstacle, observe_engine
+
+    try:
+        compat.require_supported_version(compat.installed_version())
+    except UnsupportedEngine as error:
+        return Decision(False, PreflightReason.UNSUPPORTED_VERSION.value, str(error), "")
+    facts = observe_engine(config)
+    obstacle = first_obstacle(facts)
+    if obstacle is not None:
+        return Decision(False, obstacle.reason.value, obstacle.message, "")
+    try:
+        compat.require_names()
+    except UnsupportedEngine as error:
+        return Decision(False, PreflightReason.MISSING_NAME.value, str(error), "")
+    note = "" if facts.prefix_caching else "vLLM's own prefix cache is off: every hit is the pool's"
+    return Decision(True, "", note, str(uuid.uuid4()))
+
+
+def build_with_connector(
+    original: Callable[..., Any], engine_args: Any, as_asked: Any, decision: Decision, *args: Any, **kwargs: Any
+) -> Any:
+    """Build again with our connector, and put back what a connector flips."""
+    from vllm.config import KVTransferConfig
+
+    before = engine_args.kv_transfer_config
+    engine_args.kv_transfer_config = KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        engine_id=decision.engine_id,
+        kv_connector_extra_config={
+            "spec_name": SPEC,
+            "spec_module_path": SPEC_MODULE,
+            "kvoffload_socket": os.environ[SOCKET_VARIABLE],
+        },
+    )
+    try:
+        config = original(engine_args, *args, **kwargs)
+    except BaseException:
+        engine_args.kv_transfer_config = before
+        raise
+    restore_multimodal(config, as_asked)
+    logger.info(
+        "kvoffload %s: this engine offloads its KV cache to pool %s%s",
+        __version__,
+        os.environ.get("KVOFFLOAD_POOL", "(unnamed)"),
+        f" ({decision.message})" if decision.message else "",
+    )
+    return config
+
+
+def restore_multimodal(config: Any, as_asked: Any) -> None:
+    """A connector that can receive makes vLLM accept embeddings, also incomplete ones, from the outside: put it
+    back."""
+    ours = getattr(config.model_config, "multimodal_config", None)
+    users = getattr(as_asked.model_config, "multimodal_config", None)
+    if ours is None or users is None:
+        return
+    for name in ("enable_mm_embeds", "allow_missing_mm_embeddings"):
+        if hasattr(users, name):
+            setattr(ours, name, getattr(users, name))
+
+
+def leave_alone(reason: str, message: str, config: Any = None) -> None:
+    """One line for the log, and for the daemon if it answers."""
+    logger.warning("kvoffload: this engine runs without offload: %s: %s", reason, message)
+    threading.Thread(target=_report, args=(reason, message, config), name="kvoffload-report", daemon=True).start()
+
+
+_reporting: list[Any] = []
+"""The session that says why; kept open so that the daemon's status shows this engine while it lives."""
+
+
+def _report(reason: str, message: str, config: Any) -> None:
+    from kvoffload.protocol.client import Session
+    from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello, Report
+
+    hello = Hello(
+        protocol_min=PROTOCOL_VERSION,
+        protocol_max=PROTOCOL_VERSION,
+        engine_id=f"without-{uuid.uuid4()}",
+        role="scheduler",
+        rank=-1,
+        world_size=1,
+        identity=bytes(32),
+        reason=reason[:256],
+        message=message[:8192],
+        model=str(config.model_config.model)[-256:] if config is not None else "",
+        agent_version=__version__,
+        process=os.urandom(16),
+    )
+    try:
+        session = Session.connect(os.environ[SOCKET_VARIABLE], hello)
+        session.send(Report(note=f"{reason}: {message}"[:8192]))
+        _reporting.append(session)
+    except (KVOffloadError, KeyError) as error:
+        logger.info("kvoffload: the node daemon could not be told: %s", error)

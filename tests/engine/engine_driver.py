@@ -1,0 +1,96 @@
+"""Runs inside the vLLM environment: one LLM, driven by JSON lines on stdin, answering by JSON lines on file
+descriptor 3.
+
+Started by `engine_process.EngineProcess`. Nothing of kvoffload is named here: the plugin comes as it does in a pod,
+by PYTHONPATH and its entry point.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def run_generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    sampling = SamplingParams(
+        max_tokens=command.get("max_tokens", 8), temperature=0, detokenize=False, ignore_eos=True, logprobs=1
+    )
+    salt = {"cache_salt": command["cache_salt"]} if "cache_salt" in command else {}
+    prompts = [TokensPrompt(prompt_token_ids=prompt, **salt) for prompt in command["prompts"]]
+    begin = time.monotonic()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return {
+        "seconds": time.monotonic() - begin,
+        "tokens": [list(one.outputs[0].token_ids) for one in outputs],
+        "logprobs": [
+            [
+                round(step[token].logprob, 4)
+                for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)
+            ]
+            for one in outputs
+        ],
+        "cached": [one.num_cached_tokens or 0 for one in outputs],
+    }
+
+
+def run_abort(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Add requests, take some steps, abort them all; then step until nothing is left."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(max_tokens=64, temperature=0, detokenize=False, ignore_eos=True)
+    names = [f"abort-{time.monotonic_ns()}-{index}" for index in range(len(command["prompts"]))]
+    for name, prompt in zip(names, command["prompts"], strict=True):
+        engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+    for _ in range(command["steps"]):
+        engine.step()
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {}
+
+
+def handle(llm: Any, command: dict[str, Any]) -> Any:
+    match command["do"]:
+        case "generate":
+            return run_generate(llm, command)
+        case "abort":
+            return run_abort(llm, command)
+        case "reset_prefix_cache":
+            return bool(llm.reset_prefix_cache(reset_connector=command.get("connector", False)))
+        case "rpc":
+            return llm.collective_rpc(command["method"], args=tuple(command.get("args", ())))
+        case "metrics":
+            return {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        case "sleep":
+            llm.sleep(level=command.get("level", 1))
+            return True
+        case "wake":
+            llm.wake_up()
+            return True
+    raise ValueError(f"unknown command {command['do']}")
+
+
+def main() -> None:
+    answers = os.fdopen(int(sys.argv[1]), "w")
+    options = json.loads(sys.argv[2])
+    from vllm import LLM
+
+    llm = LLM(**options)
+    print(json.dumps("up"), file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            answer = {"ok": handle(llm, json.loads(line))}
+        except Exception as error:  # noqa: BLE001 - the test gets it as an answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

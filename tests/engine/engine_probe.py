@@ -1,0 +1,73 @@
+"""Runs inside vLLM's workers in tests (`worker_extension_cls`): looks at what our worker copies, and makes it fail
+on demand.
+
+Every page that is stored is recorded as it was in the KV cache of the rank that wrote it, every page that is loaded
+as it is in the KV cache afterwards; the test compares them over all ranks.
+"""
+
+import ctypes
+import hashlib
+from pathlib import Path
+from typing import Any
+
+
+def page_digest(address: int, num_bytes: int) -> str:
+    return hashlib.blake2b(ctypes.string_at(address, num_bytes), digest_size=8).hexdigest()
+
+
+class Probe:
+    """Methods of vLLM's Worker, called by `collective_rpc`."""
+
+    def probe_install(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().connector_worker.worker
+        transfer = worker._transfer
+        self.kvo_worker = worker
+        self.kvo_stored: list[list[Any]] = []
+        self.kvo_loaded: list[list[Any]] = []
+        self.kvo_fault = ""
+        start = transfer.start
+
+        def probed(job_id: int, plan: Any, *, to_region: bool) -> None:
+            from kvoffload.errors import KVOffloadError
+
+            if self.kvo_fault == "fail" and not to_region:
+                raise KVOffloadError("a test makes this load fail")
+            start(job_id, plan, to_region=to_region)
+            if self.kvo_fault == "zeros" and not to_region:
+                for address, num_bytes in zip(plan.device_addresses.tolist(), plan.num_bytes.tolist(), strict=True):
+                    ctypes.memset(address, 0, num_bytes)
+            base = worker._mapping.address
+            for device, host, num_bytes in zip(
+                plan.device_addresses.tolist(), plan.host_addresses.tolist(), plan.num_bytes.tolist(), strict=True
+            ):
+                record = [host - base, num_bytes, page_digest(device, num_bytes)]
+                (self.kvo_stored if to_region else self.kvo_loaded).append(record)
+
+        transfer.start = probed
+
+    def probe_fault(self, fault: str, ranks: list[int] | None = None) -> None:
+        self.kvo_fault = fault if ranks is None or self.rank in ranks else ""
+
+    def probe_take(self) -> dict[str, list[list[Any]]]:
+        taken = {"stored": self.kvo_stored, "loaded": self.kvo_loaded}
+        self.kvo_stored, self.kvo_loaded = [], []
+        return taken
+
+    def probe_flip_byte(self, offset: int) -> None:
+        """Change one byte of the region behind everybody's back."""
+        address = self.kvo_worker._mapping.address + offset
+        ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ 0xFF, 1)
+
+    def probe_smaps(self) -> dict[str, int]:
+        """Kernel page size of the mapped region, from this process's own smaps."""
+        wanted = f"{self.kvo_worker._mapping.address:x}-"
+        inside = False
+        with Path("/proc/self/smaps").open() as smaps:
+            for line in smaps:
+                if line.startswith(wanted):
+                    inside = True
+                elif inside and line.startswith("KernelPageSize:"):
+                    return {"kernel_page_size_bytes": int(line.split()[1]) * 1024}
+        return {}
