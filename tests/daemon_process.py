@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +249,12 @@ class TestEngine:
         """End all sessions, as the engine's death would."""
         for session in (self.scheduler, *self.workers):
             session.close()
+
+
+def wait_until(holds: Callable[[], bool], timeout_seconds: float = 20.0, pause_seconds: float = 0.01) -> None:
+    """Wait for a condition; fails with where it was asked."""
+    deadline = time.monotonic() + timeout_seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"did not become true within {timeout_seconds:g} s")
+        time.sleep(pause_seconds)

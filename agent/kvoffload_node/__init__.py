@@ -1,1 +1,2 @@
 """Node daemon: the only allocator of the offload region on its node."""
+# 

@@ -75,6 +75,8 @@ class Attacher:
         while not self.stopped.wait(LOOK_SECONDS):
             self.look()
         self._handoff.close()
+        for attachment in self._attached.values():
+            attachment.listening.close()
 
     def look(self) -> None:
         """One pass: connect, attach what can be, detach what is gone."""
