@@ -1,2 +1,1 @@
 """Node daemon: the only allocator of the offload region on its node."""
-# 
