@@ -8,11 +8,6 @@ import sys
 import time
 
 from kvoffload.errors import KVOffloadError
-from kvoffload_node.attach.attacher import Attacher
-from kvoffload_node.attach.handoff import Handoff
-from kvoffload_node.attach.pods import NodePods
-from kvoffload_node.daemon import Daemon
-from kvoffload_node.health import start_attacher_endpoint
 from kvoffload_node.settings import NodeSettings
 
 ALIVE_SECONDS = 30.0
@@ -28,6 +23,8 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         if command == "daemon":
+            from kvoffload_node.daemon import Daemon  # each process loads only what it runs
+
             asyncio.run(Daemon(settings).run())
         else:
             _run_attacher(settings)
@@ -38,6 +35,11 @@ def main() -> int:
 
 
 def _run_attacher(settings: NodeSettings) -> None:
+    from kvoffload_node.attach.attacher import Attacher
+    from kvoffload_node.attach.handoff import Handoff
+    from kvoffload_node.attach.pods import NodePods
+    from kvoffload_node.health import TEXT, Answer, start_endpoints
+
     pods = NodePods(pool=settings.pool, node_name=settings.node_name, own_namespace=settings.namespace)
     attacher = Attacher(
         pods=pods,
@@ -47,13 +49,16 @@ def _run_attacher(settings: NodeSettings) -> None:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: attacher.stopped.set())
-    endpoint = start_attacher_endpoint(
-        settings.attacher_port, lambda: time.monotonic() - attacher.last_look < ALIVE_SECONDS
-    )
+
+    def healthz() -> Answer:
+        alive = time.monotonic() - attacher.last_look < ALIVE_SECONDS
+        return (200, TEXT, b"ok\n") if alive else (503, TEXT, b"the attacher has stopped looking at pods\n")
+
+    endpoints = start_endpoints(settings.attacher_port, {"/healthz": healthz})
     pods.start()
     attacher.run()
     pods.stop()
-    endpoint.shutdown()
+    endpoints.shutdown()
 
 
 if __name__ == "__main__":

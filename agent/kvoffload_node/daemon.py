@@ -15,10 +15,15 @@ import json
 import logging
 import os
 import signal
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 
 from kvoffload.api.conditions import Condition, RegionCondition, RegionReason
@@ -26,7 +31,7 @@ from kvoffload.api.pool import Mode, ReclaimPolicy
 from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec
 from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
 from kvoffload.units import format_bytes
-from kvoffload_node.health import start_daemon_endpoints
+from kvoffload_node.health import TEXT, Answer, in_loop, start_endpoints
 from kvoffload_node.host.hugepages import explain_shortage
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.metrics import NodeCollector
@@ -84,7 +89,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
         lock = _lock_folder(self.settings.state)
-        endpoints = await start_daemon_endpoints(self.settings.metrics_port, NodeCollector(self), self.problem)
+        endpoints = self._start_endpoints()
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks.append(loop.create_task(self._follow_spec()))
@@ -98,8 +103,27 @@ class Daemon:
             await self._drain()
         finally:
             await self._end(tasks)
-            await endpoints.cleanup()
+            endpoints.shutdown()
+            endpoints.server_close()
             os.close(lock)
+
+    def _start_endpoints(self) -> ThreadingHTTPServer:
+        registry = CollectorRegistry()
+        registry.register(NodeCollector(self))
+
+        def readyz() -> Answer:
+            why = self.problem()
+            return 503 if why else 200, TEXT, f"{why or 'ok'}\n".encode()
+
+        answers: dict[str, Callable[[], Answer]] = {
+            "/metrics": lambda: (200, CONTENT_TYPE_LATEST, generate_latest(registry)),
+            "/healthz": lambda: (200, TEXT, b"ok\n"),
+            "/readyz": readyz,
+        }
+        loop = asyncio.get_running_loop()
+        server = start_endpoints(self.settings.metrics_port, {p: in_loop(loop, make) for p, make in answers.items()})
+        log.info("endpoints on port %d", server.server_address[1])
+        return server
 
     # --- the spec ---------------------------------------------------------------------------------------------------
 
@@ -107,26 +131,26 @@ class Daemon:
         if self.settings.region_file is not None:
             await self._follow_file(self.settings.region_file)
             return
-        from kvoffload_node.report import ApiServerError, RegionClient  # the client library takes a second to load
+        self._take_spec(self._read_last_spec())
+        self._client = await asyncio.to_thread(self._connect)
+        loop = asyncio.get_running_loop()
 
-        self._client = RegionClient(
+        def on_region(region: KVOffloadRegion | None) -> None:
+            loop.call_soon_threadsafe(self._take_region, region)
+
+        # A watch cannot be interrupted: its thread must not hold up the end of the process.
+        threading.Thread(target=self._client.follow, args=(on_region,), name="region", daemon=True).start()
+        await asyncio.Event().wait()
+
+    def _connect(self) -> "RegionClient":
+        from kvoffload_node.report import RegionClient  # the client library takes a second to load: serve meanwhile
+
+        return RegionClient(
             pool=self.settings.pool,
             node_name=self.settings.node_name,
             daemonset=self.settings.daemonset,
             namespace=self.settings.namespace,
         )
-        loop = asyncio.get_running_loop()
-        try:
-            region = await asyncio.to_thread(self._client.read)
-            self._take_region(region)
-        except (ApiServerError, ValueError) as error:
-            log.warning("the region cannot be read, the last spec seen is used: %s", error)
-            self._take_spec(self._read_last_spec())
-
-        def on_region(region: KVOffloadRegion | None) -> None:
-            loop.call_soon_threadsafe(self._take_region, region)
-
-        await asyncio.to_thread(self._client.follow, on_region)
 
     async def _follow_file(self, path: Path) -> None:
         while True:
@@ -149,10 +173,9 @@ class Daemon:
         if spec is None or spec == self._spec:
             return
         self._spec = spec
-        if self._client is not None:
-            path = self.settings.state / "region.json"
-            path.with_suffix(".new").write_text(spec.model_dump_json(by_alias=True))
-            path.with_suffix(".new").rename(path)
+        path = self.settings.state / "region.json"
+        path.with_suffix(".new").write_text(spec.model_dump_json(by_alias=True))
+        path.with_suffix(".new").rename(path)
         if self.running is not None:
             self.running.registry.take_spec(spec)
         self._spec_changed.set()

@@ -1,55 +1,60 @@
 """`/metrics`, `/healthz` and `/readyz` of the daemon, and `/healthz` of the attacher.
 
-Runs in both processes. /healthz: the loop answers, so do not restart it. /readyz: engines can attach now.
+Runs in both processes, in a thread, on the standard library's server: a daemon that is back sooner is worth more than
+a web framework. The daemon's answers are made in its event loop, so that nothing changes while it is read, and so that
+/healthz fails when the loop is stuck.
+
+    /healthz   the loop answers: do not restart it
+    /readyz    engines can attach now; else 503 and why not
+    /metrics   Prometheus' text format
 """
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as LoopIsStuck
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
+Answer = tuple[int, str, bytes]
+"""Status, content type, body."""
+
+LOOP_SECONDS = 5.0
+"""A loop that does not answer for so long is stuck."""
+TEXT = "text/plain; charset=utf-8"
 
 
-async def start_daemon_endpoints(port: int, collector: Collector, problem: Callable[[], str]) -> web.AppRunner:
-    """Serve the daemon's endpoints; `problem()` is empty while engines can attach, else says why not."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def readyz(_: web.Request) -> web.Response:
-        why = problem()
-        return web.Response(status=503 if why else 200, text=(why or "ok") + "\n")
-
-    app = web.Application()
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/healthz", healthz)
-    app.router.add_get("/readyz", readyz)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, port=port).start()
-    return runner
-
-
-def start_attacher_endpoint(port: int, is_alive: Callable[[], bool]) -> ThreadingHTTPServer:
-    """Serve the attacher's /healthz in a thread: 200 while its loop looks around, 503 once it no longer does."""
+def start_endpoints(port: int, answers: dict[str, Callable[[], Answer]]) -> ThreadingHTTPServer:
+    """Serve each path with what its function returns. Stop it with `shutdown` and `server_close`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = self.path == "/healthz"
-            self.send_response((200 if is_alive() else 503) if found else 404)
+            answer = answers.get(self.path.partition("?")[0])
+            status, content_type, body = answer() if answer else (404, TEXT, b"not found\n")
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Probes are not logged."""
 
     server = ThreadingHTTPServer(("", port), Handler)
-    Thread(target=server.serve_forever, name="health", daemon=True).start()
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, name="endpoints", daemon=True).start()
     return server
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Answer]) -> Callable[[], Answer]:
+    """The same answer, made in the event loop; 503 if that does not come round to it."""
+
+    async def make_there() -> Answer:
+        return make()
+
+    def answer() -> Answer:
+        try:
+            return asyncio.run_coroutine_threadsafe(make_there(), loop).result(LOOP_SECONDS)
+        except LoopIsStuck:
+            return 503, TEXT, f"the event loop has not answered for {LOOP_SECONDS:g} s\n".encode()
+
+    return answer

@@ -1,6 +1,5 @@
 """The attacher on a kubelet's pods folder, beside a real daemon, with pods that behave and pods that do not."""
 
-import os
 import shutil
 import socket
 import stat
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from daemon_process import DaemonProcess, TestEngine, wait_until
 
+from daemon_process import DaemonProcess, TestEngine, wait_until
 from kvoffload_node.attach.attacher import Attacher
 from kvoffload_node.attach.handoff import Handoff
 from kvoffload_node.attach.pods import ObservedPod
@@ -206,12 +205,12 @@ def test_a_pod_whose_folder_is_gone_is_detached_and_one_recreated_is_attached_ag
 def test_every_pod_is_handed_over_again_to_a_restarted_daemon(node: Node) -> None:
     folders = [node.create_pod(f"pod-{number}") for number in range(5)]
     wait_until(lambda: all(is_attached(folder) for folder in folders))
-    inodes = [os.stat(folder / "daemon.sock").st_ino for folder in folders]
+    inodes = [(folder / "daemon.sock").stat().st_ino for folder in folders]
     node.daemon.kill()
     node.daemon.start()
     for folder in folders:
         TestEngine(folder / "daemon.sock").close()
-    assert [os.stat(folder / "daemon.sock").st_ino for folder in folders] == inodes
+    assert [(folder / "daemon.sock").stat().st_ino for folder in folders] == inodes
 
 
 def test_without_a_daemon_a_pod_gets_no_library(node: Node) -> None:

@@ -91,5 +91,6 @@ class Handoff:
 
 def _is_closed_by_peer(sock: socket.socket) -> bool:
     """Between answers there is nothing to read, unless the peer has closed."""
-    readable, _, _ = select.select([sock], [], [], 0)
-    return bool(readable)
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))

@@ -52,8 +52,8 @@ class Region:
         self._catalog_path = state_folder / "catalog"
         if not mount.is_hugetlbfs and spec.fallback is Fallback.NONE:
             raise NoHugetlbfs(
-                f"{mount.path} is shared memory in 4 KiB pages and the pool has fallback None; mount a hugetlbfs there, "
-                "or set fallback: SharedMemory"
+                f"{mount.path} is shared memory in 4 KiB pages and the pool has fallback None; mount a hugetlbfs "
+                "there, or set fallback: SharedMemory"
             )
         if spec.page_size_bytes != mount.page_bytes and mount.is_hugetlbfs:
             raise RegionUnusable(
