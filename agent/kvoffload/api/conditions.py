@@ -95,6 +95,7 @@ class PoolReason(StrEnum):
     OVERLAPS_ANOTHER_POOL = "OverlapsAnotherPool"
     CRD_OUTDATED = "CRDOutdated"
     ROLLOUT_IN_PROGRESS = "RolloutInProgress"
+    FALLBACK_IN_USE = "FallbackInUse"
 
 
 class RegionCondition(StrEnum):

@@ -1,0 +1,124 @@
+"""Starts a process of the control plane: `python -m kvoffload_operator run` (operator) or `webhook` (admission server)."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import ssl
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from kvoffload_operator import metrics
+from kvoffload_operator.kube import KubeClient
+from kvoffload_operator.operator import run_operator
+from kvoffload_operator.settings import CertificateMode, Settings
+from kvoffload_operator.webhook.certificates import CertificateWatch, FolderSource, SecretSource
+from kvoffload_operator.webhook.server import AdmissionServer
+
+logger = logging.getLogger(__name__)
+
+
+async def serve_metrics(port: int, *, is_ready: Callable[[], bool]) -> web.AppRunner:
+    """`/metrics`, `/healthz` (the loop turns), `/readyz`."""
+
+    async def metrics_handler(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.render(), content_type="text/plain", charset="utf-8")
+
+    async def healthy(_: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def ready(_: web.Request) -> web.Response:
+        return web.Response(text="ok") if is_ready() else web.Response(status=503, text="not ready")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics_handler), web.get("/healthz", healthy), web.get("/readyz", ready)])
+    return await _serve(app, port)
+
+
+async def _serve(app: web.Application, port: int, context: ssl.SSLContext | None = None) -> web.AppRunner:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, None, port, ssl_context=context, backlog=1024).start()
+    return runner
+
+
+async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
+    """Serve admission until told to stop; requests in flight are answered."""
+    kube = await KubeClient.connect(timeout_seconds=2.0, attempts=2)
+    source = (
+        SecretSource(kube, namespace=settings.namespace, name=settings.certificate_secret)
+        if settings.certificate_mode is CertificateMode.SELF
+        else FolderSource(Path(settings.certificate_dir))
+    )
+    watch = CertificateWatch(source)
+    serving = False
+    runners = [await serve_metrics(settings.metrics_port, is_ready=lambda: serving)]
+    follow: asyncio.Task[None] | None = None
+    try:
+        first = asyncio.create_task(watch.wait())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            first.cancel()
+            return 0
+        context = first.result()
+        server = AdmissionServer(kube, operator_namespace=settings.namespace)
+        runners.append(await _serve(server.build_app(), settings.webhook_port, context))
+        serving = True
+        logger.info("serving admission on port %d", settings.webhook_port)
+        follow = asyncio.create_task(watch.follow(context))
+        await stop.wait()
+        serving = False
+    finally:
+        if follow is not None:
+            follow.cancel()
+        for runner in reversed(runners):
+            await runner.cleanup()  # waits for requests in flight
+        await kube.close()
+    return 0
+
+
+async def _run_operator(settings: Settings, stop: asyncio.Event) -> int:
+    runner = await serve_metrics(settings.metrics_port, is_ready=lambda: True)
+    work = asyncio.create_task(run_operator(settings))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+        return 0
+    finally:
+        stopped.cancel()
+        await runner.cleanup()
+
+
+async def _main(command: str, settings: Settings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    return await (run_webhook if command == "webhook" else _run_operator)(settings, stop)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, set up logging, run."""
+    parser = argparse.ArgumentParser(prog="python -m kvoffload_operator", description=__doc__)
+    parser.add_argument("command", choices=("run", "webhook"))
+    command = parser.parse_args(arguments).command
+    settings = Settings()
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stdout
+    )
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    return asyncio.run(_main(command, settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

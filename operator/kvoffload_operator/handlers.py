@@ -1,0 +1,96 @@
+"""The only kopf file: watches, and nothing else. Each handler unpacks an event, updates the view and queues what is dirty.
+
+Only `on.event` is used, for pools too: it leaves neither annotation nor finalizer on anybody's object, and one queue of names
+that need a pass makes kopf's own per-object retries unnecessary. kopf runs standalone inside the leader's lease, and takes
+care of listing, watching, and mending watches that broke, went silent or are too old.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import kopf
+
+from kvoffload.api.keys import DAEMON_OF_LABEL, GROUP, POOL_LABEL, POOL_PLURAL, REGION_PLURAL, VERSION
+from kvoffload.errors import KVOffloadError
+from kvoffload_operator.observe import ClusterView, Dirty
+
+logger = logging.getLogger(__name__)
+
+OnDirty = Callable[[Dirty], None]
+Update = Callable[[dict[str, Any]], Dirty]
+
+SERVER_TIMEOUT_SECONDS = 300
+SILENCE_SECONDS = 70
+"""Bookmarks come every 60 s or so: a watch that says nothing for longer is dead and is made anew."""
+
+
+def build_registry(view: ClusterView, on_dirty: OnDirty) -> kopf.OperatorRegistry:
+    """Handlers that feed `view` and report what is dirty."""
+    registry = kopf.OperatorRegistry()
+
+    def handle(update: Update, kind: str, *, namespaced: bool = False) -> Callable[..., None]:
+        def on_event(event: dict[str, Any], name: str, namespace: str | None, **_: Any) -> None:
+            key = f"{namespace}/{name}" if namespaced else name
+            if event["type"] == "DELETED":
+                on_dirty(view.forget(kind, key))
+                return
+            try:
+                on_dirty(update(event["object"]))
+            except KVOffloadError as error:
+                # seen as if it were not there: the pass that follows writes it anew, or says what is wrong
+                logger.warning("%s %s: %s", kind, key, error)
+                on_dirty(view.forget(kind, key))
+
+        on_event.__name__ = f"on_{kind}"
+        return on_event
+
+    # the registry's decorators are untyped for partial handlers; each of these is one watch
+    kopf.on.event(GROUP, VERSION, POOL_PLURAL, registry=registry)(handle(view.update_pool, POOL_PLURAL))  # type: ignore[arg-type]
+    kopf.on.event(GROUP, VERSION, REGION_PLURAL, registry=registry)(handle(view.update_region, REGION_PLURAL))  # type: ignore[arg-type]
+    kopf.on.event("v1", "nodes", registry=registry)(handle(view.update_node, "nodes"))  # type: ignore[arg-type]
+    kopf.on.event("apps", "v1", "daemonsets", registry=registry, labels={DAEMON_OF_LABEL: kopf.PRESENT})(
+        handle(view.update_daemonset, "daemonsets")  # type: ignore[arg-type]
+    )
+    kopf.on.event("v1", "pods", registry=registry, labels={POOL_LABEL: kopf.PRESENT})(
+        handle(view.update_pod, "pods", namespaced=True)  # type: ignore[arg-type]
+    )
+
+    @kopf.on.login(registry=registry)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    return registry
+
+
+def build_kopf_settings() -> kopf.OperatorSettings:
+    """No writing by kopf itself, and watches that end before they can be silent for long."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.peering.standalone = True
+    settings.watching.server_timeout = SERVER_TIMEOUT_SECONDS
+    settings.watching.client_timeout = SERVER_TIMEOUT_SECONDS + 30
+    settings.watching.inactivity_timeout = SILENCE_SECONDS
+    settings.watching.reconnect_backoff = 1.0
+    settings.watching.chunk_size = 500
+    settings.watching.label_selectors["pods"] = POOL_LABEL
+    settings.watching.label_selectors["daemonsets"] = DAEMON_OF_LABEL
+    settings.queueing.idle_timeout = 1.0
+    settings.process.ultimate_exiting_timeout = None
+    return settings
+
+
+async def watch_cluster(view: ClusterView, on_dirty: OnDirty, *, stop: asyncio.Event, ready: asyncio.Event) -> None:
+    """Watch until `stop` is set."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await kopf.operator(
+            registry=build_registry(view, on_dirty),
+            settings=build_kopf_settings(),
+            standalone=True,
+            clusterwide=True,
+            stop_flag=stop,
+            ready_flag=ready,
+        )

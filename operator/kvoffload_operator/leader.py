@@ -1,0 +1,143 @@
+"""Leader election by a `coordination.k8s.io` Lease. Runs in the operator, around everything that writes.
+
+A leader may write only until `renew_deadline` after the *start* of its last successful renewal; others may take over only
+`lease_seconds` after they last saw the lease change, by their own monotonic clocks. The deadline is shorter, so that also a
+leader that was stopped (SIGSTOP) or cut off and comes back finds its time over before its first write.
+
+    renewed            deadline              lease over
+       |--- may write ---|--- nobody writes ---|--- another may write -->
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from kvoffload.errors import KVOffloadError
+from kvoffload_operator.kube import LEASES, ApiServerError, KubeClient
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+class NotLeader(KVOffloadError):
+    """This process does not hold the lease, or no longer can be sure of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """Durations of the election, seconds; `renew_deadline` must be below `lease`."""
+
+    lease: float
+    renew_deadline: float
+    retry: float
+
+
+class Election:
+    """One candidate."""
+
+    def __init__(
+        self,
+        kube: KubeClient,
+        *,
+        name: str,
+        namespace: str,
+        identity: str,
+        times: LeaseTimes,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if times.renew_deadline + times.retry > times.lease:
+            raise ValueError(
+                f"renew deadline {times.renew_deadline} s + retry {times.retry} s must not exceed the lease {times.lease} s"
+            )
+        self._kube, self._clock, self._times = kube, clock, times
+        self._name, self._namespace, self._identity = name, namespace, identity
+        self._seen_version = ""
+        self._seen_at = 0.0
+        self._writes_until = float("-inf")
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process may write now."""
+        return self._clock() < self._writes_until
+
+    def check(self) -> None:
+        """Raise `NotLeader` where this process may not write; the guard of the client that reconciles."""
+        if not self.is_leader:
+            raise NotLeader(f"{self._identity} does not hold the lease {self._namespace}/{self._name}: not writing")
+
+    async def acquire(self) -> None:
+        """Wait until this candidate is the leader."""
+        while not await self._try():
+            await asyncio.sleep(self._times.retry)
+        logger.info("%s is the leader", self._identity)
+
+    async def hold(self) -> None:
+        """Renew for as long as it works; returns when the lease is lost."""
+        while self.is_leader:
+            await asyncio.sleep(self._times.retry)
+            await self._try()
+        self._writes_until = float("-inf")
+        logger.error("%s lost the lease %s/%s", self._identity, self._namespace, self._name)
+
+    async def release(self) -> None:
+        """Let the next one in at once, at a clean end."""
+        if not self.is_leader:
+            return
+        self._writes_until = float("-inf")
+        try:
+            lease = await self._kube.get(LEASES, self._name, self._namespace)
+            if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
+                lease["spec"] = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+                await self._kube.replace(LEASES, lease, self._namespace)
+        except ApiServerError as error:
+            logger.info("lease not released, the next leader waits for its end: %s", error)
+
+    async def _try(self) -> bool:
+        """Take or renew; True if this candidate is the leader after it."""
+        started = self._clock()
+        try:
+            lease = await asyncio.wait_for(self._take(started), self._times.renew_deadline)
+        except (ApiServerError, TimeoutError) as error:
+            logger.warning("lease %s/%s: %s", self._namespace, self._name, error or "no answer in time")
+            return False
+        if lease is None:
+            return False
+        self._seen_version = lease["metadata"]["resourceVersion"]
+        self._writes_until = started + self._times.renew_deadline
+        return True
+
+    async def _take(self, now: float) -> dict[str, Any] | None:
+        lease = await self._kube.get(LEASES, self._name, self._namespace)
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": int(self._times.lease),
+            "renewTime": stamp,
+        }
+        if lease is None:
+            manifest = {
+                "metadata": {"name": self._name, "namespace": self._namespace},
+                "spec": {**spec, "acquireTime": stamp, "leaseTransitions": 0},
+            }
+            return await self._kube.create(LEASES, manifest, self._namespace)
+        before = lease.get("spec", {})
+        holder = before.get("holderIdentity", "")
+        if holder == self._identity:
+            lease["spec"] = {**before, **spec}
+            return await self._kube.replace(LEASES, lease, self._namespace)
+        self._writes_until = float("-inf")
+        version = lease["metadata"]["resourceVersion"]
+        if version != self._seen_version:
+            self._seen_version, self._seen_at = version, now
+            if holder:
+                return None
+        if holder and now - self._seen_at < self._times.lease:
+            return None
+        transitions = before.get("leaseTransitions", 0) + 1
+        lease["spec"] = {**before, **spec, "acquireTime": stamp, "leaseTransitions": transitions}
+        return await self._kube.replace(LEASES, lease, self._namespace)

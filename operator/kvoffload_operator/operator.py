@@ -1,0 +1,275 @@
+"""The operator process: election, watches, workers, the sweep. Started by `__main__ run`.
+
+acquire the lease
+  |-- watch_cluster (kopf)  -> view, queue
+  |-- workers               <- queue: reconcile a pool or look at a pod
+  |-- resync                   list everything now and then: what a broken watch missed
+  |-- webhook                  certificates, health
+  '-- hold the lease           lost: the process exits, and starts anew as a candidate
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from kvoffload.api.keys import DAEMON_OF_LABEL, OPERATOR_FIELD_MANAGER, POOL_LABEL
+from kvoffload.api.pool import PageSize
+from kvoffload.api.schema import build_crds
+from kvoffload.errors import KVOffloadError
+from kvoffload_operator import metrics
+from kvoffload_operator.events import EventRecorder
+from kvoffload_operator.handlers import watch_cluster
+from kvoffload_operator.kube import (
+    CRDS,
+    DAEMONSETS,
+    DEPLOYMENTS,
+    NODES,
+    PODS,
+    POOLS,
+    REGIONS,
+    ApiServerError,
+    KubeClient,
+    Resource,
+)
+from kvoffload_operator.leader import Election, LeaseTimes, NotLeader
+from kvoffload_operator.observe import ClusterView, Dirty
+from kvoffload_operator.reconcilers.pod import PodReconciler
+from kvoffload_operator.reconcilers.pool import PoolReconciler
+from kvoffload_operator.resources.daemonset import DaemonSetOptions
+from kvoffload_operator.settings import Settings
+from kvoffload_operator.webhook_health import look_after_webhook
+from kvoffload_operator.workqueue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 15.0
+POOL_WORKERS = 2
+POD_WORKERS = 4
+SETTLE_SECONDS = 1.0
+"""A pool's changes of this long are one pass: a thousand nodes report in the same second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What needs a pass: a pool by name, or a pod by `namespace/name`."""
+
+    kind: str
+    name: str
+
+
+class Operator:
+    """One replica."""
+
+    def __init__(self, settings: Settings, kube: KubeClient, election: Election) -> None:
+        self._settings, self._kube, self._election = settings, kube, election
+        self._view = ClusterView()
+        self._pools: WorkQueue[Key] = WorkQueue()
+        self._pods: WorkQueue[Key] = WorkQueue()
+        self._synced = asyncio.Event()
+        kube.check_may_write = election.check
+
+    @property
+    def view(self) -> ClusterView:
+        """What it knows of the cluster."""
+        return self._view
+
+    async def run(self) -> None:
+        """Be a candidate, then the leader; returns when the lease is lost."""
+        await self._election.acquire()
+        metrics.is_leader.set(1)
+        stop, watching = asyncio.Event(), asyncio.Event()
+        try:
+            options = await self._daemonset_options()
+            await self._apply_crds()
+            recorder = EventRecorder(self._kube, instance=self._settings.pod_name)
+            pools = PoolReconciler(
+                self._kube,
+                self._view,
+                options=options,
+                recorder=recorder,
+                silence_seconds=self._settings.daemon_silence_seconds,
+                write_parallelism=self._settings.write_parallelism,
+            )
+            pods = PodReconciler(self._view, recorder, unattached_seconds=self._settings.unattached_seconds)
+            tasks = {
+                asyncio.create_task(coroutine, name=name)
+                for name, coroutine in (
+                    ("lease", self._election.hold()),
+                    ("watch", watch_cluster(self._view, self._on_dirty, stop=stop, ready=watching)),
+                    ("resync", self._resync_forever()),
+                    ("webhook", self._look_after_webhook(pools, dict(options.owner))),
+                    ("sweep", self._sweep_forever(pods)),
+                    *((f"pool-{number}", self._work(self._pools, pools.reconcile)) for number in range(POOL_WORKERS)),
+                    *((f"pod-{number}", self._work(self._pods, pods.reconcile)) for number in range(POD_WORKERS)),
+                )
+            }
+            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            stop.set()
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            for task in done:
+                logger.error("%s ended: %s", task.get_name(), task.exception() or "no error")
+        finally:
+            metrics.is_leader.set(0)
+            await self._election.release()
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    async def _daemonset_options(self) -> DaemonSetOptions:
+        settings = self._settings
+        name = f"{settings.release}-operator"
+        deployment = await self._kube.get(DEPLOYMENTS, name, settings.namespace)
+        if deployment is None:
+            raise KVOffloadError(
+                f"Deployment {settings.namespace}/{name} is not there: it owns the DaemonSets. Set KVOFFLOAD_RELEASE"
+            )
+        return DaemonSetOptions(
+            namespace=settings.namespace,
+            image=settings.node_image,
+            image_pull_policy=settings.image_pull_policy,
+            image_pull_secrets=tuple(settings.image_pull_secrets),
+            kubelet_root_dir=settings.kubelet_root_dir,
+            hugetlbfs_paths={PageSize.MI_2: settings.hugetlbfs_path_2mi, PageSize.GI_1: settings.hugetlbfs_path_1gi},
+            service_account=settings.node_service_account,
+            priority_class=settings.node_priority_class,
+            resources=settings.node_resources,
+            log_level=settings.log_level,
+            owner={"name": name, "uid": deployment["metadata"]["uid"]},
+        )
+
+    async def _apply_crds(self) -> None:
+        """Helm installs CRDs once and never upgrades them; the leader does, where it may."""
+        if not self._settings.apply_crds:
+            return
+        for crd in build_crds().values():
+            try:
+                await self._kube.apply(CRDS, crd, field_manager=OPERATOR_FIELD_MANAGER)
+            except ApiServerError as error:
+                # an older CRD still serves; the condition Degraded names the fields that it lacks
+                logger.warning("CRD %s not applied: %s", crd["metadata"]["name"], error)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _on_dirty(self, dirty: Dirty) -> None:
+        for pool in dirty.pools:
+            self._pools.add_later(Key("pool", pool), SETTLE_SECONDS)
+        for pod in dirty.pods:
+            self._pods.add(Key("pod", pod))
+
+    async def _resync_forever(self) -> None:
+        """List everything, at first and then now and then: what is known before anything is done, and what was missed."""
+        while True:
+            try:
+                await self._resync()
+                self._synced.set()
+                wait = self._settings.resync_seconds
+            except ApiServerError as error:
+                logger.warning("listing failed, again in 5 s: %s", error)
+                wait = 5.0
+            await asyncio.sleep(wait)
+
+    async def _resync(self) -> None:
+        view, namespace = self._view, self._settings.namespace
+        update: tuple[tuple[Resource, str, Callable[..., Dirty], dict[str, str]], ...] = (
+            (POOLS, "kvoffloadpools", view.update_pool, {}),
+            (NODES, "nodes", view.update_node, {}),
+            (
+                DAEMONSETS,
+                "daemonsets",
+                view.update_daemonset,
+                {"namespace": namespace, "label_selector": DAEMON_OF_LABEL},
+            ),
+            (REGIONS, "kvoffloadregions", view.update_region, {}),
+            (PODS, "pods", view.update_pod, {"label_selector": POOL_LABEL}),
+        )
+        for resource, kind, take, query in update:
+            before = view.keys_of(kind)
+            seen = set()
+            for manifest in await self._kube.list_all(resource, **query):
+                metadata = manifest["metadata"]
+                key = f"{metadata['namespace']}/{metadata['name']}" if kind == "pods" else metadata["name"]
+                seen.add(key)
+                try:
+                    self._on_dirty(take(manifest))
+                except KVOffloadError as error:
+                    logger.warning("%s %s: %s", kind, key, error)
+                    self._on_dirty(view.forget(kind, key))
+            for key in before - seen:
+                self._on_dirty(view.forget(kind, key))
+        self._on_dirty(Dirty(pools=view.pools_known()))
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    async def _work(self, queue: WorkQueue[Key], reconcile: Callable[[str, datetime], Awaitable[float | None]]) -> None:
+        await self._synced.wait()
+        while True:
+            key = await queue.get()
+            started = time.monotonic()
+            try:
+                again = await reconcile(key.name, datetime.now(UTC))
+            except NotLeader:
+                raise
+            except (KVOffloadError, TimeoutError) as error:
+                metrics.reconcile_errors_total.labels(kind=key.kind).inc()
+                delay = queue.failed(key)
+                logger.warning("%s %s: %s; again in %.1f s", key.kind, key.name, error, delay)
+            else:
+                queue.done(key)
+                if again is not None:
+                    queue.add_later(key, again)
+            finally:
+                metrics.reconcile_duration_seconds.labels(kind=key.kind).observe(time.monotonic() - started)
+                metrics.api_writes_total.set(self._kube.num_writes)
+
+    async def _look_after_webhook(self, pools: PoolReconciler, owner: dict[str, str]) -> None:
+        while True:
+            wait = 5.0
+            try:
+                health, wait = await look_after_webhook(self._kube, self._settings, owner, datetime.now(UTC))
+                if health != pools.injection:
+                    pools.injection = health
+                    self._on_dirty(Dirty(pools=frozenset(self._view.pools)))
+            except ApiServerError as error:
+                logger.warning("webhook not looked after, again in %.0f s: %s", wait, error)
+            await asyncio.sleep(wait)
+
+    async def _sweep_forever(self, pods: PodReconciler) -> None:
+        """Count the pods that run without offload; the events are each pod's own pass."""
+        await self._synced.wait()
+        known: set[str] = set()
+        while True:
+            counts = pods.count_unattached(datetime.now(UTC))
+            known |= set(counts)
+            for reason in known:
+                metrics.unattached_pods.labels(reason=reason).set(counts.get(reason, 0))
+            await asyncio.sleep(SWEEP_SECONDS)
+
+
+async def run_operator(settings: Settings) -> int:
+    """Run one replica until its lease is lost; the exit status."""
+    kube = await KubeClient.connect()
+    # renewing must not wait behind a thousand writes, nor longer than one retry
+    lease_kube = await KubeClient.connect(timeout_seconds=settings.lease_retry_seconds, attempts=1, connections=2)
+    election = Election(
+        lease_kube,
+        name=f"{settings.release}-operator",
+        namespace=settings.namespace,
+        identity=settings.pod_name,
+        times=LeaseTimes(
+            lease=settings.lease_seconds,
+            renew_deadline=settings.renew_deadline_seconds,
+            retry=settings.lease_retry_seconds,
+        ),
+    )
+    try:
+        await Operator(settings, kube, election).run()
+    finally:
+        with contextlib.suppress(KVOffloadError):
+            await kube.close()
+            await lease_kube.close()
+    return 1

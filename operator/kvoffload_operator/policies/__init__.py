@@ -1,0 +1,1 @@
+"""Pure checks, each named for the violation it finds, in ordered chains."""

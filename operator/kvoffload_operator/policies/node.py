@@ -1,0 +1,158 @@
+"""Why a node does not serve a pool. Pure; called by the region's reconciler for every matching node.
+
+The checks run in order, and the first violation is the node's state: shortage of pages, then the daemon's pod, then what
+the daemon itself reports. `None` from all of them is a node that serves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from kvoffload.api.conditions import RegionCondition, RegionReason, find
+from kvoffload.api.pool import Fallback, KVOffloadPoolSpec, PageSize
+from kvoffload.api.region import KVOffloadRegion
+from kvoffload.units import format_bytes
+from kvoffload_operator.observe import ObservedDaemonPod, ObservedNode
+
+
+class NodeState(StrEnum):
+    """How a matching node is counted; the values are the names in `status.nodes`."""
+
+    READY = "ready"
+    SHORT_OF_PAGES = "short_of_pages"
+    PENDING = "pending"
+    NOT_REPORTING = "not_reporting"
+    FAILING = "failing"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One node as one pool sees it."""
+
+    node: ObservedNode
+    spec: KVOffloadPoolSpec
+    region: KVOffloadRegion | None
+    daemon_pod: ObservedDaemonPod | None
+    """None: there is none, or none was looked up because `all_available`."""
+    all_available: bool
+    """The DaemonSet says that every wanted pod runs the newest template and is available."""
+    labelled: bool
+    """Whether the node carries the label that lets the daemon run there."""
+    bytes_of_other_pools: int
+    """Pages of this size that other pools' daemons have on this node."""
+    now: datetime
+    silence_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeViolation:
+    """The first thing that is wrong with a node."""
+
+    state: NodeState
+    reason: RegionReason
+    message: str
+
+
+NodeCheck = Callable[[NodeFacts], NodeViolation | None]
+
+_SYSFS = {PageSize.MI_2: "hugepages-2048kB", PageSize.GI_1: "hugepages-1048576kB"}
+_BOOT = {PageSize.MI_2: "hugepagesz=2M hugepages={pages}", PageSize.GI_1: "hugepagesz=1G hugepages={pages}"}
+
+
+def is_short_of_pages(facts: NodeFacts) -> NodeViolation | None:
+    """The node's allocatable pages, less those of other pools, do not hold the capacity."""
+    spec, node = facts.spec, facts.node
+    if spec.fallback is Fallback.SHARED_MEMORY:
+        return None
+    size = spec.page_size
+    allocatable = node.allocatable_page_bytes[size]
+    available = allocatable - facts.bytes_of_other_pools
+    if available >= spec.capacity:
+        return None
+    missing_pages = -(-(spec.capacity - available) // size.num_bytes)
+    wanted_pages = node.total_page_bytes[size] // size.num_bytes + missing_pages
+    taken = (
+        f", {format_bytes(facts.bytes_of_other_pools)} of them used by other pools"
+        if facts.bytes_of_other_pools
+        else ""
+    )
+    return NodeViolation(
+        NodeState.SHORT_OF_PAGES,
+        RegionReason.NODE_SHORT_OF_PAGES,
+        f"node {node.name} has {format_bytes(allocatable)} of allocatable {size.value} pages{taken}, needed "
+        f"{format_bytes(spec.capacity)}: {missing_pages} pages too few. On the node run `echo {wanted_pages} > "
+        f"/sys/kernel/mm/hugepages/{_SYSFS[size]}/nr_hugepages` (for good: kernel arguments `"
+        f"{_BOOT[size].format(pages=wanted_pages)}`) and restart the kubelet, or lower the pool's capacity",
+    )
+
+
+def daemon_fails(facts: NodeFacts) -> NodeViolation | None:
+    """The daemon's pod has a container that does not start or keeps ending."""
+    pod = facts.daemon_pod
+    if pod is None or not pod.problem.startswith("container "):
+        return None
+    return NodeViolation(
+        NodeState.FAILING,
+        RegionReason.DAEMON_FAILING,
+        f"daemon pod {pod.name} on node {facts.node.name}: {pod.problem}; see `kubectl logs {pod.name} --previous`",
+    )
+
+
+def daemon_is_pending(facts: NodeFacts) -> NodeViolation | None:
+    """No daemon runs there yet."""
+    pod = facts.daemon_pod
+    if (facts.all_available and facts.labelled) or (pod is not None and pod.is_running):
+        return None
+    found = "is not created yet" if pod is None else f"{pod.name} is pending: {pod.problem or 'it is being started'}"
+    return NodeViolation(
+        NodeState.PENDING, RegionReason.DAEMON_PENDING, f"daemon pod for node {facts.node.name} {found}"
+    )
+
+
+NODE_CHECKS: tuple[NodeCheck, ...] = (is_short_of_pages, daemon_fails, daemon_is_pending)
+"""What the operator knows: the condition NodeReady."""
+
+
+def daemon_does_not_report(facts: NodeFacts) -> NodeViolation | None:
+    """The daemon runs, and its region has no Ready condition for the present spec after a while."""
+    region = facts.region
+    ready = find(region.status.conditions, RegionCondition.READY) if region else None
+    if region is not None and ready is not None and region.status.observed_generation >= region.generation:
+        return None
+    node_ready = find(region.status.conditions, RegionCondition.NODE_READY) if region else None
+    since = node_ready.last_transition_time if node_ready is not None and node_ready.status == "True" else facts.now
+    waited = (facts.now - since).total_seconds()
+    if waited < facts.silence_seconds:
+        return NodeViolation(
+            NodeState.PENDING, RegionReason.STARTING, f"the daemon on node {facts.node.name} has not reported yet"
+        )
+    generation = region.generation if region else 0
+    return NodeViolation(
+        NodeState.NOT_REPORTING,
+        RegionReason.DAEMON_NOT_REPORTING,
+        f"the daemon on node {facts.node.name} has not reported generation {generation} for {waited:.0f} s, needed within "
+        f"{facts.silence_seconds:.0f} s: see its log, and whether it reaches the API server",
+    )
+
+
+def daemon_reports_problem(facts: NodeFacts) -> NodeViolation | None:
+    """The daemon says that it does not serve; its own reason and message are passed on."""
+    ready = find(facts.region.status.conditions, RegionCondition.READY) if facts.region else None
+    if ready is None or ready.status == "True":
+        return None
+    try:
+        reason = RegionReason(ready.reason)
+    except ValueError:  # a newer daemon's
+        reason = RegionReason.DAEMON_FAILING
+    state = NodeState.PENDING if reason is RegionReason.STARTING else NodeState.FAILING
+    return NodeViolation(state, reason, f"node {facts.node.name}: {ready.message}")
+
+
+REPORT_CHECKS: tuple[NodeCheck, ...] = (daemon_does_not_report, daemon_reports_problem)
+"""What the daemon says."""
+
+
+def first_violation(facts: NodeFacts, checks: tuple[NodeCheck, ...]) -> NodeViolation | None:
+    """Run the checks in order and return the first violation."""
+    return next((violation for check in checks if (violation := check(facts)) is not None), None)

@@ -1,0 +1,139 @@
+"""Looks at pods that opted in: says by one event what the webhook did with each, and finds those that run unattached.
+
+The webhook writes annotations only, because at admission the pod may never come to be; the event is written here once it
+exists. `plan_pod` is pure. Nothing is ever changed on a user's pod.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from kvoffload.api.keys import POOL_LABEL, SKIP_REASON_ANNOTATION, PredictedLayout, SkipReason
+from kvoffload.api.region import MAX_ENGINES, KVOffloadRegion, RegionEngine, region_name
+from kvoffload_operator.events import EventRecorder, PodEvent, Regarding
+from kvoffload_operator.observe import ClusterView, ObservedPod
+
+MISSED = "MissedByWebhook"
+UNATTACHED = "Unattached"
+
+
+@dataclass(frozen=True, slots=True)
+class PodPlan:
+    """What to say about a pod."""
+
+    reason: PodEvent
+    note: str
+    warning: bool
+
+
+def plan_pod(
+    pod: ObservedPod, region: KVOffloadRegion | None, *, now: datetime, unattached_after: timedelta
+) -> list[PodPlan]:
+    """Events that are due for this pod."""
+    if pod.is_over:
+        return []
+    if not pod.injected:
+        return [_not_injected(pod)]
+    plans = [
+        PodPlan(
+            PodEvent.INJECTED,
+            f"injected by kvoffload {pod.injected} for pool {pod.pool}; predicted layout {pod.predicted_layout}",
+            warning=False,
+        )
+    ]
+    engines = _engines(pod, region)
+    if is_unattached(pod, region, now=now, unattached_after=unattached_after):
+        waited = (now - pod.started_at).total_seconds() if pod.started_at else 0
+        plans.append(
+            PodPlan(
+                PodEvent.UNATTACHED,
+                f"runs for {waited:.0f} s on node {pod.node} and no engine of it is attached to pool {pod.pool}: it serves "
+                "without offload. See vLLM's log for lines of kvoffload, and the region's conditions",
+                warning=True,
+            )
+        )
+    for engine in engines:
+        if engine.predicted_layout == PredictedLayout.REPLICATED and engine.confirmed_layout not in ("", "replicated"):
+            plans.append(
+                PodPlan(
+                    PodEvent.LAYOUT_NOT_CONFIRMED,
+                    f"engine {engine.engine_id}: predicted replicated, its ranks found {engine.confirmed_layout} "
+                    f"({engine.reason}): {engine.message}",
+                    warning=True,
+                )
+            )
+    return plans
+
+
+def _not_injected(pod: ObservedPod) -> PodPlan:
+    if pod.skip_reason:
+        documented = pod.skip_reason in set(SkipReason)
+        hint = "" if documented else " (not a reason of this version)"
+        return PodPlan(
+            PodEvent.NOT_INJECTED,
+            f"not injected for pool {pod.pool}: {pod.skip_reason}{hint}; it serves without offload",
+            warning=pod.skip_reason != SkipReason.POOL_OBSERVED,
+        )
+    return PodPlan(
+        PodEvent.MISSED_BY_WEBHOOK,
+        f"has the label {POOL_LABEL}={pod.pool} and neither an injection nor {SKIP_REASON_ANNOTATION}: the webhook did not "
+        "see it when it was created. It serves without offload; delete and create it again to attach",
+        warning=True,
+    )
+
+
+def _engines(pod: ObservedPod, region: KVOffloadRegion | None) -> list[RegionEngine]:
+    return [engine for engine in region.status.engines if engine.pod_uid == pod.uid] if region else []
+
+
+def is_unattached(
+    pod: ObservedPod, region: KVOffloadRegion | None, *, now: datetime, unattached_after: timedelta
+) -> bool:
+    """Whether an injected pod has run long enough to have an engine attached, and has none."""
+    if pod.is_over or not pod.is_running or pod.started_at is None or now - pod.started_at < unattached_after:
+        return False
+    if _engines(pod, region):
+        return False
+    # the region names 64 engines only; with more attached nothing can be said
+    return region is None or region.status.engines_attached <= MAX_ENGINES
+
+
+class PodReconciler:
+    """Writes the events and counts."""
+
+    def __init__(self, view: ClusterView, recorder: EventRecorder, *, unattached_seconds: float) -> None:
+        self._view, self._recorder = view, recorder
+        self._unattached_after = timedelta(seconds=unattached_seconds)
+
+    async def reconcile(self, key: str, now: datetime) -> float | None:
+        """One pass over one pod; returns seconds after which to look again."""
+        pod = self._view.pods.get(key)
+        if pod is None:
+            return None
+        region = self._view.regions.get(region_name(pod.pool, pod.node)) if pod.node else None
+        for plan in plan_pod(pod, region, now=now, unattached_after=self._unattached_after):
+            await self._recorder.record(
+                Regarding.pod(pod.namespace, pod.name, pod.uid),
+                reason=plan.reason,
+                note=plan.note,
+                warning=plan.warning,
+                action="Inject",
+            )
+        waits = pod.injected and not pod.is_over and not _engines(pod, region)
+        return self._unattached_after.total_seconds() if waits else None
+
+    def count_unattached(self, now: datetime) -> Counter[str]:
+        """Opted-in pods that run without offload, by reason."""
+        return Counter(self._unattached_reasons(self._view.pods.values(), now))
+
+    def _unattached_reasons(self, pods: Iterable[ObservedPod], now: datetime) -> Iterable[str]:
+        for pod in pods:
+            if pod.is_over or not pod.is_running:
+                continue
+            if not pod.injected:
+                yield pod.skip_reason if pod.skip_reason in set(SkipReason) else MISSED
+                continue
+            region = self._view.regions.get(region_name(pod.pool, pod.node)) if pod.node else None
+            if is_unattached(pod, region, now=now, unattached_after=self._unattached_after):
+                yield UNATTACHED

@@ -1,0 +1,137 @@
+"""Reconciles one node's part of a pool: its KVOffloadRegion, the condition NodeReady, and the node's labels.
+
+`plan_node` is pure; `apply_node` writes what the plan says and no more. The pool's reconciler calls both for every node.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload.api.conditions import Condition, RegionCondition, RegionReason, find, transition
+from kvoffload.api.keys import (
+    DAEMON_NODE_LABEL_VALUE,
+    OPERATOR_FIELD_MANAGER,
+    READY_NODE_LABEL_VALUE,
+    daemon_node_label,
+    ready_node_label,
+)
+from kvoffload.api.pool import Mode
+from kvoffload.api.region import KVOffloadRegionSpec
+from kvoffload_operator.kube import NODES, REGIONS, ApiServerError, KubeClient
+from kvoffload_operator.policies.node import (
+    NODE_CHECKS,
+    REPORT_CHECKS,
+    NodeFacts,
+    NodeState,
+    NodeViolation,
+    first_violation,
+)
+from kvoffload_operator.resources.region import build_region, build_region_spec
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """What to write for one node; None and empty mean that nothing is to be written."""
+
+    node: str
+    state: NodeState
+    violation: NodeViolation | None
+    region: Mapping[str, Any] | None
+    """Region to apply."""
+    node_ready: Condition | None
+    """Condition to apply to the region's status."""
+    region_name: str
+    labels: Mapping[str, str | None]
+    """Node labels to set, or with None to remove."""
+
+    @property
+    def num_writes(self) -> int:
+        """Requests that applying it takes."""
+        return sum((self.region is not None, self.node_ready is not None, bool(self.labels)))
+
+
+def plan_node(facts: NodeFacts, *, pool: str, pool_uid: str, may_create: bool) -> NodePlan:
+    """Decide for one matching node. `may_create` is False in mode Observe: then nothing is made, only counted."""
+    unfit = first_violation(facts, NODE_CHECKS)
+    short = unfit is not None and unfit.state is NodeState.SHORT_OF_PAGES
+    violation = unfit or first_violation(facts, REPORT_CHECKS)
+    state = violation.state if violation else NodeState.READY
+    desired = build_region_spec(pool, facts.node.name, facts.spec)
+    manifest = build_region(pool, pool_uid, desired)
+    name = str(manifest["metadata"]["name"])
+    exists = facts.region is not None
+    wanted = exists or may_create
+    return NodePlan(
+        node=facts.node.name,
+        state=state,
+        violation=violation,
+        region=manifest if wanted and _differs(facts, desired) else None,
+        node_ready=_node_ready(facts, unfit) if wanted else None,
+        region_name=name,
+        labels=_labels(facts, pool, ready=state is NodeState.READY, runs=not short, may_create=may_create),
+    )
+
+
+def _differs(facts: NodeFacts, desired: KVOffloadRegionSpec) -> bool:
+    return facts.region is None or facts.region.spec != desired
+
+
+def _node_ready(facts: NodeFacts, unfit: NodeViolation | None) -> Condition | None:
+    previous = facts.region.status.conditions if facts.region else ()
+    condition = transition(
+        previous,
+        type=RegionCondition.NODE_READY,
+        status="True" if unfit is None else "False",
+        reason=RegionReason.DAEMON_RUNNING if unfit is None else unfit.reason,
+        message="the daemon runs and its pages are allocatable" if unfit is None else unfit.message,
+        generation=facts.region.generation if facts.region else 1,
+        now=facts.now,
+    )
+    return None if find(list(previous), RegionCondition.NODE_READY) == condition else condition
+
+
+def _labels(facts: NodeFacts, pool: str, *, ready: bool, runs: bool, may_create: bool) -> dict[str, str | None]:
+    """Changes to the node's labels. A daemon that runs is not taken away because the node's pages were miscounted later."""
+    have = facts.node.labels
+    changes: dict[str, str | None] = {}
+    daemon, usable = daemon_node_label(pool), ready_node_label(pool)
+    has_daemon = facts.daemon_pod is not None and facts.daemon_pod.is_running
+    if may_create and runs and have.get(daemon) != DAEMON_NODE_LABEL_VALUE:
+        changes[daemon] = DAEMON_NODE_LABEL_VALUE
+    elif may_create and not runs and daemon in have and not has_daemon:
+        changes[daemon] = None
+    active = facts.spec.mode is Mode.ACTIVE
+    if ready and active and have.get(usable) != READY_NODE_LABEL_VALUE:
+        changes[usable] = READY_NODE_LABEL_VALUE
+    elif not (ready and active) and usable in have:
+        changes[usable] = None
+    return changes
+
+
+async def apply_node(kube: KubeClient, plan: NodePlan) -> None:
+    """Write region, condition and labels, in this order."""
+    if plan.region is not None:
+        await kube.apply(REGIONS, plan.region, field_manager=OPERATOR_FIELD_MANAGER)
+    if plan.node_ready is not None:
+        # never forced: the daemon owns the other conditions
+        await kube.apply(
+            REGIONS,
+            {
+                "metadata": {"name": plan.region_name},
+                "status": {"conditions": [plan.node_ready.to_manifest()]},
+            },
+            field_manager=OPERATOR_FIELD_MANAGER,
+            force=False,
+            subresource="status",
+        )
+    if plan.labels:
+        await label_node(kube, plan.node, plan.labels)
+
+
+async def label_node(kube: KubeClient, node: str, labels: Mapping[str, str | None]) -> None:
+    """Set or remove labels; a node that is gone needs none."""
+    try:
+        await kube.merge_patch(NODES, node, {"metadata": {"labels": dict(labels)}})
+    except ApiServerError as error:
+        if not error.is_not_found:
+            raise

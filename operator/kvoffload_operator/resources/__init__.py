@@ -1,0 +1,1 @@
+"""Pure builders of manifests, one file per object."""

@@ -1,0 +1,255 @@
+"""The pool's status: conditions from the nodes' states, sums, and the events of what changed.
+
+`build_pool_status` is pure. The pool's reconciler writes it once a pass if it differs, and emits the events after that write
+has landed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from kvoffload.api.conditions import (
+    Condition,
+    ConditionStatus,
+    PoolCondition,
+    PoolReason,
+    RegionCondition,
+    find,
+    transition,
+)
+from kvoffload.api.pool import (
+    MAX_PROBLEMS,
+    EngineCounts,
+    Fallback,
+    KVOffloadPoolSpec,
+    KVOffloadPoolStatus,
+    Mode,
+    NodeCounts,
+    NodeProblem,
+)
+from kvoffload.api.region import KVOffloadRegion
+from kvoffload.units import format_bytes
+from kvoffload_operator.observe import ObservedPool
+from kvoffload_operator.policies.node import NodeState
+from kvoffload_operator.policies.pool import PoolViolation
+from kvoffload_operator.reconcilers.region import NodePlan
+
+MAX_MESSAGE_NODES = 3
+MAX_PROBLEM_MESSAGE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class InjectionHealth:
+    """Whether pods are injected at present, as the leader sees it."""
+
+    reason: PoolReason
+    message: str
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the webhook answers with a trusted certificate."""
+        return self.reason is PoolReason.WEBHOOK_SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A condition whose status or reason changed: an event."""
+
+    condition: Condition
+
+    @property
+    def is_warning(self) -> bool:
+        """Whether it is a change for the worse."""
+        bad = "True" if self.condition.type == PoolCondition.DEGRADED else "False"
+        return self.condition.status == bad
+
+
+def build_invalid_status(pool: ObservedPool, problem: str, now: datetime) -> KVOffloadPoolStatus:
+    """Status of a pool whose spec cannot be acted on: what was there stays, and Ready says why."""
+    previous = KVOffloadPoolStatus.model_validate(dict(pool.status))
+    ready = transition(
+        previous.conditions,
+        type=PoolCondition.READY,
+        status="False",
+        reason=PoolReason.INVALID_SPEC,
+        message=f"{problem}; nodes keep what they were told last",
+        generation=pool.generation,
+        now=now,
+    )
+    others = [one for one in previous.conditions if one.type != PoolCondition.READY]
+    return previous.model_copy(update={"conditions": [ready, *others], "observed_generation": pool.generation})
+
+
+def build_pool_status(
+    pool: ObservedPool,
+    spec: KVOffloadPoolSpec,
+    *,
+    nodes: Sequence[NodePlan],
+    regions: Mapping[str, KVOffloadRegion],
+    no_match: PoolViolation | None,
+    shortage: PoolViolation | None,
+    degradations: Sequence[PoolViolation],
+    injection: InjectionHealth,
+    rollout_message: str,
+    now: datetime,
+) -> KVOffloadPoolStatus:
+    """The whole status. `nodes` are the matching nodes' plans, `regions` the pool's regions by node."""
+    previous = KVOffloadPoolStatus.model_validate(dict(pool.status)).conditions
+    counts = _count(nodes)
+
+    def condition(type: PoolCondition, status: ConditionStatus, reason: PoolReason, message: str) -> Condition:
+        return transition(
+            previous, type=type, status=status, reason=reason, message=message, generation=pool.generation, now=now
+        )
+
+    served = [regions[plan.node] for plan in nodes if plan.node in regions]
+    # a region's numbers count while its daemon answers for them
+    alive = [regions[plan.node] for plan in nodes if plan.state is NodeState.READY and plan.node in regions]
+    return KVOffloadPoolStatus(
+        observed_generation=pool.generation,
+        conditions=[
+            condition(PoolCondition.READY, *_ready(spec, nodes, counts, no_match)),
+            condition(PoolCondition.REGIONS_PROVISIONED, *_provisioned(spec, nodes, counts, no_match, rollout_message)),
+            condition(PoolCondition.HUGEPAGES_AVAILABLE, *_pages(spec, nodes, counts, shortage, no_match)),
+            condition(
+                PoolCondition.INJECTION_READY,
+                "True" if injection.is_serving else "False",
+                injection.reason,
+                injection.message,
+            ),
+            condition(PoolCondition.DEGRADED, *_degraded(served, degradations)),
+        ],
+        nodes=counts,
+        problems=[
+            NodeProblem(
+                node=plan.node, reason=plan.violation.reason, message=plan.violation.message[:MAX_PROBLEM_MESSAGE]
+            )
+            for plan in sorted(nodes, key=lambda plan: plan.node)
+            if plan.violation is not None
+        ][:MAX_PROBLEMS],
+        capacity_bytes=sum(region.status.capacity_bytes for region in alive),
+        used_bytes=sum(region.status.used_bytes for region in alive),
+        free_bytes=sum(region.status.free_bytes for region in alive),
+        saved_bytes=sum(region.status.saved_bytes for region in alive),
+        engines=EngineCounts(
+            attached=sum(region.status.engines_attached for region in alive),
+            replicated=sum(region.status.engines_replicated for region in alive),
+        ),
+    )
+
+
+def _count(nodes: Sequence[NodePlan]) -> NodeCounts:
+    by_state = {state.value: sum(plan.state is state for plan in nodes) for state in NodeState}
+    return NodeCounts(matching=len(nodes), **by_state)
+
+
+Verdict = tuple[ConditionStatus, PoolReason, str]
+
+
+def _ready(
+    spec: KVOffloadPoolSpec, nodes: Sequence[NodePlan], counts: NodeCounts, no_match: PoolViolation | None
+) -> Verdict:
+    if no_match is not None:
+        return "False", no_match.reason, no_match.message
+    if spec.mode is Mode.OBSERVE:
+        able = counts.matching - counts.short_of_pages
+        give = format_bytes(able * spec.capacity)
+        return (
+            "False",
+            PoolReason.OBSERVING,
+            f"mode is Observe: {able} of {counts.matching} nodes could give {give} in all; set mode: Active to use them",
+        )
+    if spec.mode is Mode.PAUSED:
+        return (
+            "False",
+            PoolReason.PAUSED,
+            "mode is Paused: engines are detached and pages kept; set mode: Active to go on",
+        )
+    found = f"{counts.ready} of {counts.matching} nodes ready"
+    if counts.ready == counts.matching:
+        return "True", PoolReason.ALL_NODES_READY, found
+    detail = _name_problems(nodes)
+    if counts.ready == 0:
+        return "False", PoolReason.NO_NODE_READY, f"{found}. {detail}"
+    return "False", PoolReason.SOME_NODES_NOT_READY, f"{found}, pods are served there. {detail}"
+
+
+def _name_problems(nodes: Sequence[NodePlan], *states: NodeState) -> str:
+    violations = [
+        plan.violation
+        for plan in sorted(nodes, key=lambda plan: plan.node)
+        if plan.violation is not None and (not states or plan.state in states)
+    ]
+    named = "; ".join(violation.message for violation in violations[:MAX_MESSAGE_NODES])
+    more = len(violations) - MAX_MESSAGE_NODES
+    return f"{named}; and {more} more nodes (status.problems)" if more > 0 else named
+
+
+def _provisioned(
+    spec: KVOffloadPoolSpec,
+    nodes: Sequence[NodePlan],
+    counts: NodeCounts,
+    no_match: PoolViolation | None,
+    rollout_message: str,
+) -> Verdict:
+    if no_match is not None:
+        return "False", no_match.reason, no_match.message
+    if spec.mode is Mode.OBSERVE:
+        return "False", PoolReason.OBSERVING, "mode is Observe: no region or daemon is made"
+    fit = counts.matching - counts.short_of_pages
+    waiting = counts.pending
+    if waiting:
+        detail = _name_problems(nodes, NodeState.PENDING)
+        return "False", PoolReason.REGIONS_PENDING, f"{fit - waiting} of {fit} daemons run. {detail}"
+    if rollout_message:
+        return "False", PoolReason.ROLLOUT_IN_PROGRESS, rollout_message
+    return "True", PoolReason.ALL_REGIONS_PROVISIONED, f"{fit} of {fit} daemons run"
+
+
+def _pages(
+    spec: KVOffloadPoolSpec,
+    nodes: Sequence[NodePlan],
+    counts: NodeCounts,
+    shortage: PoolViolation | None,
+    no_match: PoolViolation | None,
+) -> Verdict:
+    if spec.fallback is Fallback.SHARED_MEMORY:
+        return "True", PoolReason.PAGES_NOT_NEEDED, "fallback is SharedMemory: 4 KiB pages on tmpfs are used, none huge"
+    if no_match is not None:
+        return "Unknown", no_match.reason, no_match.message
+    if shortage is not None:
+        return "False", shortage.reason, f"{shortage.message}. {_name_problems(nodes, NodeState.SHORT_OF_PAGES)}"
+    if counts.short_of_pages:
+        detail = _name_problems(nodes, NodeState.SHORT_OF_PAGES)
+        found = f"{counts.short_of_pages} of {counts.matching} nodes are short of pages"
+        return "False", PoolReason.NODES_SHORT_OF_PAGES, f"{found}. {detail}"
+    need = f"{format_bytes(spec.capacity)} of {spec.page_size.value} pages"
+    return "True", PoolReason.PAGES_SUFFICIENT, f"each of {counts.matching} nodes has {need} allocatable"
+
+
+def _degraded(regions: Sequence[KVOffloadRegion], degradations: Sequence[PoolViolation]) -> Verdict:
+    degraded = []
+    for region in sorted(regions, key=lambda region: region.spec.node_name):
+        condition = find(region.status.conditions, RegionCondition.DEGRADED)
+        if condition is not None and condition.status == "True":
+            degraded.append(f"node {region.spec.node_name}: {condition.message}")
+    if degraded:
+        named = "; ".join(degraded[:MAX_MESSAGE_NODES])
+        others = [violation.message for violation in degradations]
+        message = "; ".join([f"{len(degraded)} regions are degraded: {named}", *others])
+        return "True", PoolReason.REGIONS_DEGRADED, message
+    if degradations:
+        return "True", degradations[0].reason, "; ".join(violation.message for violation in degradations)
+    return "False", PoolReason.AS_ASKED, "everything works as asked"
+
+
+def find_transitions(previous: Mapping[str, Any], status: KVOffloadPoolStatus) -> list[Transition]:
+    """Conditions whose status or reason is not what it was."""
+    before = KVOffloadPoolStatus.model_validate(dict(previous)).conditions
+    changed = []
+    for condition in status.conditions:
+        old = find(before, condition.type)
+        if old is None or (old.status, old.reason) != (condition.status, condition.reason):
+            changed.append(Transition(condition))
+    return changed

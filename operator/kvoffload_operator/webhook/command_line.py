@@ -1,0 +1,369 @@
+"""vLLM's arguments as far as a manifest tells them: from command, args, env and `sh -c` strings. Pure.
+
+Called by `prediction.py`. What cannot be told (a launcher script, a variable from a Secret, a `--config` file) is unknown and
+stays unknown: the engine then decides alone. Nothing is ever put back together from what is parsed here.
+
+    command + args --> words --> `sh -c` script --> simple commands --> the one that starts vLLM --> options
+         $(VAR) by the kubelet         $VAR, ${VAR}, "$@" by the shell
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+SHELLS = frozenset({"sh", "bash", "ash", "dash", "zsh", "ksh"})
+UNKNOWN = "\x00unknown"
+"""Stands in a word for what cannot be told."""
+
+_KUBELET_VARIABLE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
+_SHELL_VARIABLE = re.compile(
+    r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)(?::?([-+=?])([^}]*))?\}|([@*#?0-9!$-])|\()"
+)
+_ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
+_SEPARATORS = frozenset({";", "&&", "||", "|", "&", "\n", ";;", "(", ")", "|&"})
+
+OPTIONS = frozenset(
+    {
+        "model",
+        "tensor-parallel-size",
+        "pipeline-parallel-size",
+        "decode-context-parallel-size",
+        "prefill-context-parallel-size",
+        "data-parallel-size",
+        "nnodes",
+        "node-rank",
+        "distributed-executor-backend",
+        "kv-transfer-config",
+        "kv-offloading-size",
+        "speculative-config",
+        "hf-overrides",
+        "config",
+        "headless",
+        "enable-sleep-mode",
+    }
+)
+"""Long options that matter here."""
+SHORT_OPTIONS = {
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dcp": "decode-context-parallel-size",
+    "-pcp": "prefill-context-parallel-size",
+    "-dp": "data-parallel-size",
+    "-n": "nnodes",
+    "-r": "node-rank",
+    "-sc": "speculative-config",
+}
+MIN_ABBREVIATION = 8
+"""vLLM's argparse takes unique prefixes of options; shorter ones than this are ambiguous there."""
+MAX_SCRIPT_LENGTH = 128 * 1024
+MAX_SHELL_DEPTH = 3
+
+
+class Launch(StrEnum):
+    """How sure it is that a container runs vLLM."""
+
+    VLLM = "vllm"
+    """Its command line starts vLLM's server."""
+    IMAGE = "image"
+    """No command, and an image whose name says vLLM: its entry point is the server."""
+    UNKNOWN = "unknown"
+    """A launcher whose inside cannot be seen."""
+    OTHER = "other"
+    """Its command is something else that is well known."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """What is known of a container's vLLM."""
+
+    launch: Launch
+    options: Mapping[str, str | None] = field(default_factory=dict)
+    """Options given, by long name; None is a value that cannot be told."""
+    is_complete: bool = True
+    """Whether all options are known: False after a `--config` file, `"$@"` of unknown content or the like."""
+    uses_ray: bool = False
+    """Whether the script starts Ray."""
+
+    def number(self, name: str, default: int) -> int | None:
+        """An integer option; None where it cannot be told."""
+        if name not in self.options:
+            return default if self.is_complete else None
+        value = self.options[name]
+        try:
+            return int(value) if value is not None else None
+        except ValueError:
+            return None
+
+    def text(self, name: str) -> str | None:
+        """A string option, None if absent or untold."""
+        return self.options.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the option, or a dotted part of it, is given."""
+        return name in self.options or any(option.startswith(f"{name}.") for option in self.options)
+
+
+def parse_command_line(
+    command: Sequence[str], args: Sequence[str], environment: Mapping[str, str | None], image: str = ""
+) -> CommandLine:
+    """Find vLLM's arguments. `environment` maps names to literal values, None where they come from elsewhere."""
+    words = [_expand_kubelet(word, environment) for word in (*command, *args)]
+    if not command:
+        if "vllm" in image.rpartition("/")[2].lower() or "vllm" in image.lower():
+            found = _find_vllm(words)
+            options, complete = _parse_options(words if found is None else found)
+            return CommandLine(Launch.IMAGE if found is None else Launch.VLLM, options, complete)
+        found = _find_vllm(words)
+        if found is None:
+            return CommandLine(Launch.UNKNOWN, is_complete=False)
+        options, complete = _parse_options(found)
+        return CommandLine(Launch.VLLM, options, complete)
+    return _parse_words(words, environment, depth=0)
+
+
+def _parse_words(words: Sequence[str], environment: Mapping[str, str | None], *, depth: int) -> CommandLine:
+    script = _shell_script(words)
+    if script is None:
+        found = _find_vllm(words)
+        if found is None:
+            launch = Launch.OTHER if _is_well_known(words) else Launch.UNKNOWN
+            return CommandLine(launch, is_complete=False)
+        options, complete = _parse_options(found)
+        return CommandLine(Launch.VLLM, options, complete)
+    text, positional = script
+    if UNKNOWN in text or len(text) > MAX_SCRIPT_LENGTH or depth >= MAX_SHELL_DEPTH:
+        return CommandLine(Launch.UNKNOWN, is_complete=False)
+    uses_ray = False
+    for simple in _simple_commands(text, dict(environment), positional):
+        uses_ray = uses_ray or _starts_ray(simple)
+        inner = _parse_words(simple, environment, depth=depth + 1) if simple else None
+        if inner is not None and inner.launch is Launch.VLLM:
+            return CommandLine(Launch.VLLM, inner.options, inner.is_complete, uses_ray or inner.uses_ray)
+    return CommandLine(Launch.UNKNOWN, is_complete=False, uses_ray=uses_ray)
+
+
+def _expand_kubelet(word: str, environment: Mapping[str, str | None]) -> str:
+    """`$(VAR)` as the kubelet expands it: a name it does not know stays as it stands, `$$` is one dollar."""
+
+    def expand(match: re.Match[str]) -> str:
+        if match.group(0) == "$$":
+            return "$"
+        name = match.group(1)
+        if name not in environment:
+            return match.group(0)
+        value = environment[name]
+        return UNKNOWN if value is None else value
+
+    return _KUBELET_VARIABLE.sub(expand, word)
+
+
+def _shell_script(words: Sequence[str]) -> tuple[str, Sequence[str]] | None:
+    """Script and positional parameters (from $0 on) of `sh -c SCRIPT NAME ...`, None if it is no such call."""
+    rest = list(_without_wrappers(words))
+    if not rest or rest[0].rpartition("/")[2] not in SHELLS:
+        return None
+    index = 1
+    while index < len(rest) and rest[index].startswith(("-", "+")) and rest[index] not in ("-", "--"):
+        flags = rest[index]
+        index += 1
+        if flags in ("-o", "+o", "-O", "+O"):
+            index += 1
+        elif not flags.startswith("--") and "c" in flags[1:]:
+            return (rest[index], rest[index + 1 :]) if index < len(rest) else None
+    return None
+
+
+def _simple_commands(script: str, variables: dict[str, str | None], positional: Sequence[str]) -> Iterator[list[str]]:
+    """The script's simple commands with what is known put in; a script that cannot be split has none."""
+    lexer = shlex.shlex(script.replace("\\\n", " ").replace("\n", " ; "), posix=False, punctuation_chars=True)
+    lexer.whitespace_split = True
+    lexer.commenters = "#"
+    try:
+        raw = list(lexer)
+    except ValueError:
+        return
+    simple: list[str] = []
+    for token in [*raw, ";"]:
+        if token in _SEPARATORS or set(token) <= set(";&|()"):
+            assigned = list(_leading_assignments(simple))
+            if assigned and len(assigned) == len(simple):
+                variables.update(assignment.split("=", 1) for assignment in assigned)  # kept for what follows
+            elif simple[:1] == ["export"]:
+                variables.update(word.split("=", 1) for word in simple[1:] if _ASSIGNMENT.match(word))
+            else:
+                yield simple
+            simple = []
+        else:
+            simple.extend(_expand_shell(token, variables, positional))
+
+
+def _leading_assignments(words: Sequence[str]) -> Iterator[str]:
+    for word in words:
+        if not _ASSIGNMENT.match(word):
+            return
+        yield word
+
+
+def _expand_shell(token: str, variables: Mapping[str, str | None], positional: Sequence[str]) -> list[str]:
+    """One raw token as the words that the shell would make of it."""
+    if token in ('"$@"', "$@", "$*", '"${@}"', "${@}"):
+        return list(positional[1:])
+    pieces = re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^'\"\\]+", token, re.DOTALL)
+    text = "".join(_expand_piece(piece, variables, positional) for piece in pieces)
+    unquoted = not any(piece[0] in "'\"" for piece in pieces)
+    if unquoted and "$" in token and UNKNOWN not in text:
+        return text.split()  # an unquoted variable is split into words, and an empty one vanishes
+    return [text]
+
+
+def _expand_piece(piece: str, variables: Mapping[str, str | None], positional: Sequence[str]) -> str:
+    if piece.startswith("'"):
+        return piece[1:-1]
+    if piece.startswith("\\"):
+        return piece[1:]
+    text = re.sub(r'\\(["\\$`])', r"\1", piece[1:-1]) if piece.startswith('"') else piece
+    if "`" in text:
+        return UNKNOWN
+
+    def expand(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
+        if name is None:
+            special = match.group(5)
+            if special and special.isdigit():
+                number = int(special)
+                return positional[number] if number < len(positional) else ""
+            if special in ("@", "*"):
+                return " ".join(positional[1:])
+            return UNKNOWN  # $(command), $?, $#, ...
+        operator, alternative = match.group(3), match.group(4) or ""
+        value = variables.get(name, UNKNOWN)
+        if value is None or value == UNKNOWN:
+            # the image may set it: even a default is a guess
+            return UNKNOWN
+        if operator == "+":
+            return alternative if value else ""
+        if operator in ("-", "=") and not value:
+            return alternative
+        return value
+
+    return _SHELL_VARIABLE.sub(expand, text)
+
+
+_WRAPPERS = frozenset(
+    {"exec", "nohup", "env", "command", "time", "tini", "dumb-init", "nice", "stdbuf", "sudo", "setsid"}
+)
+_WRAPPERS_WITH_ARGUMENTS = frozenset({"numactl", "taskset", "timeout", "catchsegv", "nsys", "opentelemetry-instrument"})
+
+
+def _without_wrappers(words: Sequence[str]) -> Sequence[str]:
+    """Drop leading assignments and programs that only start another."""
+    index = 0
+    while index < len(words):
+        word = words[index]
+        name = word.rpartition("/")[2]
+        if (
+            _ASSIGNMENT.match(word)
+            or name in _WRAPPERS
+            or (index and word in ("--", "-"))
+            or (index and words[index - 1].rpartition("/")[2] in _WRAPPERS and word.startswith("-"))
+        ):
+            index += 1
+        else:
+            break
+    return words[index:]
+
+
+def _find_vllm(words: Sequence[str]) -> Sequence[str] | None:
+    """What follows the server's name in a command that starts vLLM's server; None if it does not."""
+    rest = list(_without_wrappers(words))
+    if rest and rest[0].rpartition("/")[2] in _WRAPPERS_WITH_ARGUMENTS:
+        starts = [index for index, word in enumerate(rest) if index and _names_program(word)]
+        rest = rest[starts[0] :] if starts else rest
+    for index, word in enumerate(rest):
+        name = word.rpartition("/")[2]
+        if name == "vllm" and index + 1 < len(rest) and rest[index + 1] in ("serve", "bench", "run-batch", "chat"):
+            return rest[index + 2 :] if rest[index + 1] == "serve" else None
+        if word == "-m" and index + 1 < len(rest):
+            module = rest[index + 1]
+            return rest[index + 2 :] if module.startswith(("vllm.entrypoints", "vllm_")) else None
+        if name == "api_server.py" and "vllm" in word:
+            return rest[index + 1 :]
+    return None
+
+
+def _names_program(word: str) -> bool:
+    name = word.rpartition("/")[2]
+    return name == "vllm" or name.startswith("python") or name in SHELLS
+
+
+def _starts_ray(words: Sequence[str]) -> bool:
+    rest = _without_wrappers(words)
+    return any("ray_cluster" in word or "--ray" in word for word in rest) or (
+        len(rest) > 1 and rest[0].rpartition("/")[2] == "ray" and rest[1] == "start"
+    )
+
+
+def _is_well_known(words: Sequence[str]) -> bool:
+    rest = _without_wrappers(words)
+    return bool(rest) and rest[0].rpartition("/")[2] in (
+        "sleep",
+        "nginx",
+        "envoy",
+        "istio-proxy",
+        "pause",
+        "tail",
+        "cat",
+    )
+
+
+def _parse_options(words: Sequence[str]) -> tuple[dict[str, str | None], bool]:
+    """Options by long name, and whether they are all there is. A later one replaces an earlier one, as in argparse."""
+    options: dict[str, str | None] = {}
+    complete = True
+    index = 0
+    if words and not words[0].startswith("-"):
+        options["model"] = None if UNKNOWN in words[0] else words[0]
+        index = 1
+    while index < len(words):
+        word = words[index]
+        index += 1
+        if not word.startswith("-"):
+            complete = complete and UNKNOWN not in word
+            continue
+        flag, has_value, value = word.partition("=")
+        if UNKNOWN in flag:
+            complete = False
+            continue
+        name = _long_name(flag)
+        if name is None:
+            continue
+        if not has_value:
+            follows = index < len(words) and not _is_flag(words[index])
+            value = words[index] if follows else ""
+            index += follows
+        if name == "config":
+            complete = False  # the file is in the image or a volume
+        options[name] = None if UNKNOWN in value else value
+    return options, complete
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not re.fullmatch(r"-[0-9.]+", word)
+
+
+def _long_name(flag: str) -> str | None:
+    if flag in SHORT_OPTIONS:
+        return SHORT_OPTIONS[flag]
+    if not flag.startswith("--"):
+        return None
+    name, dot, rest = flag[2:].partition(".")
+    name = name.replace("_", "-")
+    if name in OPTIONS:
+        return name + dot + rest
+    if len(name) >= MIN_ABBREVIATION:
+        longer = [option for option in OPTIONS if option.startswith(name)]
+        if len(longer) == 1:
+            return longer[0] + dot + rest
+    return None

@@ -1,0 +1,352 @@
+"""Decides about one opted-in pod and builds the patch. Pure; `server.py` calls `inject`.
+
+Everything is set only where absent, so a second call finds nothing to do. The user's values stay: PYTHONPATH is prefixed,
+VLLM_PLUGINS is added to, and where either comes from a reference it is kept under another name and referred to.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvoffload import __version__
+from kvoffload.api.keys import (
+    CONTAINER_ANNOTATION,
+    ENV_POOL,
+    ENV_PYTHONHASHSEED,
+    ENV_PYTHONPATH,
+    ENV_REPLICATED_LAYOUT,
+    ENV_SOCKET,
+    ENV_VLLM_PLUGINS,
+    ENV_WEIGHTS_ID,
+    IMAGE_PYTHONPATH_ANNOTATION,
+    INJECTED_ANNOTATION,
+    LIBRARY_PATH,
+    MODEL_ARCHITECTURE_ANNOTATION,
+    MOUNT_PATH,
+    PLUGIN_NAME,
+    READY_NODE_LABEL_VALUE,
+    REPLICATED_LAYOUT_ANNOTATION,
+    SKIP_REASON_ANNOTATION,
+    SOCKET_PATH,
+    VOLUME_NAME,
+    WEIGHTS_ID_ANNOTATION,
+    SkipReason,
+    ready_node_label,
+)
+from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout
+from kvoffload_operator.webhook.command_line import CommandLine, Launch, parse_command_line
+from kvoffload_operator.webhook.prediction import PodHints, Prediction, find_refusal, predict_layout
+from kvoffload_operator.webhook.validation import selects
+
+Manifest = Mapping[str, Any]
+Operation = dict[str, Any]
+
+PREFERENCE_WEIGHT = 50
+KEPT_PYTHONPATH = "KVOFFLOAD_USER_PYTHONPATH"
+KEPT_PLUGINS = "KVOFFLOAD_USER_VLLM_PLUGINS"
+SYSTEM_NAMESPACE = "kube-system"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """The pool that the pod names, and whether its namespace may use it."""
+
+    name: str
+    spec: KVOffloadPoolSpec | None
+    """None: there is no such pool."""
+    namespace: str
+    namespace_labels: Mapping[str, str]
+    operator_namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the webhook answers; without operations the pod stays as it is."""
+
+    operations: tuple[Operation, ...]
+    skip_reason: SkipReason | None = None
+    message: str = ""
+    prediction: Prediction | None = None
+
+
+@dataclass(slots=True)
+class _Patch:
+    """Collects JSON patch operations on one pod."""
+
+    operations: list[Operation] = field(default_factory=list)
+
+    def add(self, path: str, value: Any) -> None:
+        self.operations.append({"op": "add", "path": path, "value": value})
+
+    def replace(self, path: str, value: Any) -> None:
+        self.operations.append({"op": "replace", "path": path, "value": value})
+
+
+def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
+    """Decide and build the patch for one pod."""
+    annotations = pod["metadata"].get("annotations") or {}
+    refused = _pool_refusal(facts)
+    if refused is not None:
+        return _skip(pod, *refused)
+    assert facts.spec is not None
+    chosen = choose_container(pod, annotations.get(CONTAINER_ANNOTATION, ""))
+    if isinstance(chosen, tuple):
+        return _skip(pod, *chosen)
+    container = pod["spec"]["containers"][chosen]
+    line = read_command_line(container)
+    hints = PodHints(
+        image=container.get("image", ""),
+        architecture=annotations.get(MODEL_ARCHITECTURE_ANNOTATION, ""),
+        replication_allowed=facts.spec.replicated_layout is not ReplicatedLayout.NEVER,
+        mla_disabled=literal_environment(container).get("VLLM_MLA_DISABLE") in ("1", "true", "True"),
+    )
+    refusal = find_refusal(line, hints)
+    if refusal is not None:
+        return _skip(pod, refusal.reason, refusal.message)
+    prediction = predict_layout(line, hints)
+    conflict = _conflict(pod, container, annotations)
+    if conflict is not None:
+        return _skip(pod, *conflict)
+    if facts.spec.mode is Mode.OBSERVE:
+        return _skip(pod, SkipReason.POOL_OBSERVED, "the pool's mode is Observe", prediction)
+    patch = _Patch()
+    _add_volume(patch, pod)
+    _add_mount(patch, container, chosen)
+    _add_environment(patch, container, chosen, annotations, facts.name, prediction)
+    _add_affinity(patch, pod, facts.name, facts.spec.attachment)
+    if not patch.operations:
+        return Outcome((), prediction=prediction)
+    wanted = {INJECTED_ANNOTATION: __version__, REPLICATED_LAYOUT_ANNOTATION: prediction.annotation}
+    _add_annotations(patch, pod, wanted)
+    return Outcome(tuple(patch.operations), prediction=prediction)
+
+
+def internal_error(pod: Manifest) -> Outcome:
+    """The answer where something was raised: as it was, with a reason that the operator turns into an event."""
+    return Outcome((), SkipReason.INTERNAL_ERROR)
+
+
+def _pool_refusal(facts: PoolFacts) -> tuple[SkipReason, str] | None:
+    if facts.spec is None:
+        return SkipReason.POOL_NOT_FOUND, f"there is no KVOffloadPool {facts.name!r}"
+    selector = facts.spec.namespace_selector
+    if selector is None:
+        allowed = facts.namespace not in (SYSTEM_NAMESPACE, facts.operator_namespace)
+    else:
+        allowed = selects(selector, dict(facts.namespace_labels))
+    if not allowed:
+        return SkipReason.NAMESPACE_NOT_ALLOWED, f"pool {facts.name} does not allow namespace {facts.namespace}"
+    if facts.spec.mode is Mode.PAUSED:
+        return SkipReason.POOL_PAUSED, f"pool {facts.name} is paused"
+    return None
+
+
+def _skip(pod: Manifest, reason: SkipReason, message: str, prediction: Prediction | None = None) -> Outcome:
+    patch = _Patch()
+    wanted = {SKIP_REASON_ANNOTATION: str(reason)}
+    if prediction is not None:
+        wanted[REPLICATED_LAYOUT_ANNOTATION] = prediction.annotation
+    _add_annotations(patch, pod, wanted)
+    return Outcome(tuple(patch.operations), reason, message, prediction)
+
+
+# --- which container ----------------------------------------------------------------------------------------------------
+
+
+def choose_container(pod: Manifest, named: str) -> int | tuple[SkipReason, str]:
+    """Index of the container that runs vLLM: the one named, or the one that looks like it, or the only one."""
+    containers: Sequence[Manifest] = pod["spec"]["containers"]
+    names = [container["name"] for container in containers]
+    if named:
+        if named in names:
+            return names.index(named)
+        return SkipReason.NO_VLLM_CONTAINER, f"{CONTAINER_ANNOTATION} names {named!r}, the pod has {', '.join(names)}"
+    launches = [read_command_line(container).launch for container in containers]
+    for wanted in (Launch.VLLM, Launch.IMAGE):
+        found = [index for index, launch in enumerate(launches) if launch is wanted]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            several = ", ".join(names[index] for index in found)
+            return SkipReason.AMBIGUOUS_CONTAINER, f"{several} could all be vLLM; name one in {CONTAINER_ANNOTATION}"
+    by_image = [index for index, one in enumerate(containers) if "vllm" in one.get("image", "").lower()]
+    if len(by_image) == 1:
+        return by_image[0]
+    if len(containers) == 1 and launches[0] is Launch.UNKNOWN:
+        return 0  # a launcher: its owner says by the label that it is vLLM
+    return SkipReason.NO_VLLM_CONTAINER, f"none of {', '.join(names)} starts vLLM; name it in {CONTAINER_ANNOTATION}"
+
+
+def read_command_line(container: Manifest) -> CommandLine:
+    """The container's vLLM arguments."""
+    return parse_command_line(
+        container.get("command") or (),
+        container.get("args") or (),
+        literal_environment(container),
+        container.get("image", ""),
+    )
+
+
+def literal_environment(container: Manifest) -> dict[str, str | None]:
+    """Variables by name; None where the value comes from elsewhere."""
+    return {
+        variable["name"]: None if "valueFrom" in variable else variable.get("value", "")
+        for variable in container.get("env") or ()
+    }
+
+
+# --- conflicts ----------------------------------------------------------------------------------------------------------
+
+
+def _conflict(pod: Manifest, container: Manifest, annotations: Mapping[str, str]) -> tuple[SkipReason, str] | None:
+    for volume in pod["spec"].get("volumes") or ():
+        if volume["name"] == VOLUME_NAME and "emptyDir" not in volume:
+            return SkipReason.NAME_CONFLICT, f"the pod has a volume {VOLUME_NAME} that is no emptyDir"
+    for mount in container.get("volumeMounts") or ():
+        path = mount["mountPath"].rstrip("/")
+        if mount["name"] != VOLUME_NAME and (path == MOUNT_PATH or path.startswith(MOUNT_PATH + "/")):
+            return SkipReason.NAME_CONFLICT, f"volume {mount['name']} is mounted at {path}, which is ours"
+    explained = IMAGE_PYTHONPATH_ANNOTATION in annotations or ENV_PYTHONPATH in literal_environment(container)
+    if container.get("envFrom") and not explained:
+        return (
+            SkipReason.PYTHONPATH_FROM_REFERENCE,
+            f"envFrom may set {ENV_PYTHONPATH}, which an injected one would hide; say what it is in the annotation "
+            f"{IMAGE_PYTHONPATH_ANNOTATION}, empty if it is not set",
+        )
+    return None
+
+
+# --- the patch ----------------------------------------------------------------------------------------------------------
+
+
+def _add_volume(patch: _Patch, pod: Manifest) -> None:
+    volumes = pod["spec"].get("volumes")
+    ours = {"name": VOLUME_NAME, "emptyDir": {}}
+    if not volumes:
+        patch.add("/spec/volumes", [ours])
+    elif all(volume["name"] != VOLUME_NAME for volume in volumes):
+        patch.add("/spec/volumes/-", ours)
+
+
+def _add_mount(patch: _Patch, container: Manifest, index: int) -> None:
+    mounts = container.get("volumeMounts")
+    ours = {"name": VOLUME_NAME, "mountPath": MOUNT_PATH, "readOnly": True}
+    base = f"/spec/containers/{index}/volumeMounts"
+    if not mounts:
+        patch.add(base, [ours])
+    elif all(mount["name"] != VOLUME_NAME for mount in mounts):
+        patch.add(f"{base}/-", ours)
+
+
+def _add_environment(
+    patch: _Patch,
+    container: Manifest,
+    index: int,
+    annotations: Mapping[str, str],
+    pool: str,
+    prediction: Prediction,
+) -> None:
+    present: Sequence[Manifest] = container.get("env") or ()
+    names = [variable["name"] for variable in present]
+    base = f"/spec/containers/{index}/env"
+    changes: list[tuple[str, list[Manifest]]] = []
+    image_path = annotations.get(IMAGE_PYTHONPATH_ANNOTATION, "").strip(":")
+    changes.append((ENV_PYTHONPATH, _python_path(present, image_path)))
+    changes.append((ENV_VLLM_PLUGINS, _plugins(present)))
+    absent = {
+        ENV_PYTHONHASHSEED: "0",
+        ENV_SOCKET: SOCKET_PATH,
+        ENV_POOL: pool,
+        ENV_REPLICATED_LAYOUT: str(prediction.layout),
+    }
+    if annotations.get(WEIGHTS_ID_ANNOTATION):
+        absent[ENV_WEIGHTS_ID] = annotations[WEIGHTS_ID_ANNOTATION]
+    added: list[Manifest] = []
+    # in place from the end, so that indices stay right while a kept copy is put before its variable
+    for name, variables in sorted(changes, key=lambda change: -names.index(change[0]) if change[0] in names else 1):
+        if not variables:
+            continue
+        if name not in names:
+            added.extend(variables)
+            continue
+        at = names.index(name)
+        patch.replace(f"{base}/{at}", variables[-1])
+        for kept in reversed(variables[:-1]):
+            patch.add(f"{base}/{at}", kept)
+    added.extend({"name": name, "value": value} for name, value in absent.items() if name not in names)
+    if added and not present:
+        patch.add(base, added)
+    else:
+        for variable in added:
+            patch.add(f"{base}/-", variable)
+
+
+def _python_path(present: Sequence[Manifest], image_path: str) -> list[Manifest]:
+    """PYTHONPATH with our folder first; nothing if it is there already."""
+    found = next((variable for variable in present if variable["name"] == ENV_PYTHONPATH), None)
+    if found is None:
+        return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [LIBRARY_PATH, image_path]))}]
+    if "valueFrom" in found:
+        kept = {**found, "name": KEPT_PYTHONPATH}
+        return [kept, {"name": ENV_PYTHONPATH, "value": f"{LIBRARY_PATH}:$({KEPT_PYTHONPATH})"}]
+    value = found.get("value", "")
+    if LIBRARY_PATH in value.split(":"):
+        return []
+    return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [LIBRARY_PATH, value]))}]
+
+
+def _plugins(present: Sequence[Manifest]) -> list[Manifest]:
+    """VLLM_PLUGINS with ours, only where the user limited them."""
+    found = next((variable for variable in present if variable["name"] == ENV_VLLM_PLUGINS), None)
+    if found is None:
+        return []
+    if "valueFrom" in found:
+        kept = {**found, "name": KEPT_PLUGINS}
+        return [kept, {"name": ENV_VLLM_PLUGINS, "value": f"$({KEPT_PLUGINS}),{PLUGIN_NAME}"}]
+    value = found.get("value", "")
+    if PLUGIN_NAME in [name.strip() for name in value.split(",")]:
+        return []
+    return [{"name": ENV_VLLM_PLUGINS, "value": ",".join(filter(None, [value, PLUGIN_NAME]))}]
+
+
+def _add_affinity(patch: _Patch, pod: Manifest, pool: str, attachment: Attachment) -> None:
+    spec = pod["spec"]
+    if spec.get("nodeName"):
+        return
+    expression = {"key": ready_node_label(pool), "operator": "In", "values": [READY_NODE_LABEL_VALUE]}
+    affinity = spec.get("affinity") or {}
+    node_affinity = affinity.get("nodeAffinity") or {}
+    if attachment is Attachment.REQUIRED:
+        name = "requiredDuringSchedulingIgnoredDuringExecution"
+        terms = (node_affinity.get(name) or {}).get("nodeSelectorTerms") or []
+        # terms are alternatives: ours has to be part of each
+        if terms and all(expression in term.get("matchExpressions", ()) for term in terms):
+            return
+        value: Any = {
+            "nodeSelectorTerms": [
+                {**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]} for term in terms or [{}]
+            ]
+        }
+    else:
+        name = "preferredDuringSchedulingIgnoredDuringExecution"
+        preferences = node_affinity.get(name) or []
+        ours = {"weight": PREFERENCE_WEIGHT, "preference": {"matchExpressions": [expression]}}
+        if ours in preferences:
+            return
+        value = [*preferences, ours]
+    if not spec.get("affinity"):
+        patch.add("/spec/affinity", {"nodeAffinity": {name: value}})
+    elif not affinity.get("nodeAffinity"):
+        patch.add("/spec/affinity/nodeAffinity", {name: value})
+    else:
+        patch.add(f"/spec/affinity/nodeAffinity/{name}", value)
+
+
+def _add_annotations(patch: _Patch, pod: Manifest, wanted: Mapping[str, str]) -> None:
+    present = pod["metadata"].get("annotations")
+    if not present:
+        patch.add("/metadata/annotations", dict(wanted))
+        return
+    for key, value in wanted.items():
+        if present.get(key) != value:
+            patch.add(f"/metadata/annotations/{key.replace('~', '~0').replace('/', '~1')}", value)

@@ -1,0 +1,164 @@
+"""The admission server: an aiohttp application behind TLS. Runs in the webhook's Deployment, started by `__main__`.
+
+`/mutate-pods` answers with `inject`'s patch, `/validate-pools` with `validate_pool_spec`'s verdict. Whatever is raised inside
+`/mutate-pods` ends as `allowed: true` without a patch, a counter and a log line: a bug must not deny a user's pod. Pools and
+namespaces are read through a small cache; an API server that does not answer in time counts as raised.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from kvoffload.api.keys import POOL_LABEL
+from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec
+from kvoffload_operator import metrics
+from kvoffload_operator.kube import NAMESPACES, POOLS, KubeClient, Resource
+from kvoffload_operator.webhook.injection import Outcome, PoolFacts, inject
+from kvoffload_operator.webhook.validation import validate_pool_spec
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 4 << 20
+"""An AdmissionReview holds a pod, at most 1.5 MiB in etcd."""
+DECISION_SECONDS = 1.5
+"""Below the configuration's timeoutSeconds of 2, so that our answer and not a timeout is what is counted."""
+FRESH_SECONDS = 2.0
+STALE_SECONDS = 60.0
+
+
+class ObjectCache:
+    """Objects by name, at most `FRESH_SECONDS` old; one request at a time for each, and an older answer where none comes."""
+
+    def __init__(self, kube: KubeClient, resource: Resource, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kube, self._resource, self._clock = kube, resource, clock
+        self._found: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._pending: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
+
+    async def get(self, name: str) -> dict[str, Any] | None:
+        """The object, None if there is none (which is never cached: it may come to be at any moment)."""
+        known = self._found.get(name)
+        if known is not None and self._clock() - known[0] < FRESH_SECONDS:
+            return known[1]
+        task = self._pending.get(name)
+        if task is None:
+            task = asyncio.create_task(self._read(name))
+            self._pending[name] = task
+            task.add_done_callback(lambda _: self._pending.pop(name, None))
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), DECISION_SECONDS / 3)
+        except Exception:
+            if known is not None and self._clock() - known[0] < STALE_SECONDS:
+                return known[1]
+            raise
+
+    async def _read(self, name: str) -> dict[str, Any] | None:
+        found = await self._kube.get(self._resource, name)
+        if found is None:
+            self._found.pop(name, None)
+        else:
+            if len(self._found) > 10_000:
+                self._found.clear()
+            self._found[name] = (self._clock(), found)
+        return found
+
+
+class AdmissionServer:
+    """Routes and their state."""
+
+    def __init__(self, kube: KubeClient, *, operator_namespace: str) -> None:
+        self._pools, self._namespaces = ObjectCache(kube, POOLS), ObjectCache(kube, NAMESPACES)
+        self._operator_namespace = operator_namespace
+
+    def build_app(self) -> web.Application:
+        """The application with its routes."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/mutate-pods", self._handle("mutate-pods", self.mutate)),
+                web.post("/validate-pools", self._handle("validate-pools", self.validate)),
+            ]
+        )
+        return app
+
+    def _handle(
+        self, name: str, decide: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        duration = metrics.admission_duration_seconds.labels(webhook=name)
+
+        async def handler(request: web.Request) -> web.Response:
+            with duration.time():
+                review = json.loads(await request.read())
+                answer = await decide(review["request"])
+            return web.json_response(
+                {
+                    "apiVersion": "admission.k8s.io/v1",
+                    "kind": "AdmissionReview",
+                    "response": {"uid": review["request"]["uid"], **answer},
+                }
+            )
+
+        return handler
+
+    async def mutate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Response to a pod's creation; always allows it."""
+        try:
+            outcome = await asyncio.wait_for(self._decide(request), DECISION_SECONDS)
+        except Exception as error:
+            name = f"{request.get('namespace')}/{request.get('name') or '(generated)'}"
+            logger.error("pod %s stays as it is: %s", name, error, exc_info=error)
+            metrics.injections_total.labels(result="error", reason=type(error).__name__).inc()
+            return {"allowed": True}
+        if outcome.skip_reason is not None:
+            metrics.injections_total.labels(result="skipped", reason=str(outcome.skip_reason)).inc()
+        else:
+            result = "injected" if outcome.operations else "unchanged"
+            metrics.injections_total.labels(result=result, reason="").inc()
+        response: dict[str, Any] = {"allowed": True}
+        if outcome.operations:
+            response["patchType"] = "JSONPatch"
+            response["patch"] = base64.b64encode(json.dumps(outcome.operations).encode()).decode()
+        if outcome.skip_reason is not None:
+            response["warnings"] = [
+                f"kvoffload: {outcome.skip_reason}: {outcome.message}; the pod runs without offload"
+            ]
+        return response
+
+    async def _decide(self, request: dict[str, Any]) -> Outcome:
+        pod = request["object"]
+        pool_name = pod["metadata"]["labels"][POOL_LABEL]
+        manifest = await self._pools.get(pool_name)
+        spec = KVOffloadPool.from_manifest(manifest).spec if manifest is not None else None
+        labels: dict[str, str] = {}
+        if spec is not None and spec.namespace_selector is not None:
+            namespace = await self._namespaces.get(request["namespace"])
+            labels = ((namespace or {}).get("metadata") or {}).get("labels") or {}
+        facts = PoolFacts(
+            name=pool_name,
+            spec=spec,
+            namespace=request["namespace"],
+            namespace_labels=labels,
+            operator_namespace=self._operator_namespace,
+        )
+        return inject(pod, facts)
+
+    async def validate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Response to a pool's creation or change."""
+        spec = (request.get("object") or {}).get("spec", {})
+        try:
+            validation = validate_pool_spec(KVOffloadPoolSpec.model_validate(spec))
+        except ValidationError as error:
+            details = "; ".join(
+                f"spec.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)
+            )
+            return {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": details}}
+        if validation.errors:
+            message = "; ".join(map(str, validation.errors))
+            return {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}
+        return {"allowed": True, "warnings": list(validation.warnings)}
