@@ -7,6 +7,7 @@
 ```
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,8 +147,10 @@ def run_plain(bench: Bench, prometheus: Prometheus) -> Figures:
         return read_figures(bench, prometheus)
 
 
-def run(settings: ClusterSettings) -> tuple[Summary, SharedRun]:
-    """All of it; returns the summary and the answers behind it."""
+def run(
+    settings: ClusterSettings, *, while_shared: Callable[[Bench, SharedRun], None] = lambda _bench, _shared: None
+) -> tuple[Summary, SharedRun]:
+    """All of it; `while_shared` is called while both servers run. Returns the summary and the answers behind it."""
     bench = prepare(settings)
     with step("Installing the chart"):
         install_chart(bench.kubernetes, bench.images)
@@ -156,6 +159,7 @@ def run(settings: ClusterSettings) -> tuple[Summary, SharedRun]:
     free_before = machine.read_hugepages("free")
     with running_prometheus(settings, OUTPUT / "prometheus") as prometheus:
         shared = run_shared(bench, prometheus)
+        while_shared(bench, shared)
         plain = run_plain(bench, prometheus)
     with step("Removing the servers and the pool"):
         clean(bench)

@@ -98,6 +98,12 @@ def wait_server(kubernetes: Kubernetes, *, name: str) -> Server:
     return Server(name=name, pod=pod)
 
 
+def find_server(kubernetes: Kubernetes, *, name: str) -> Server:
+    """Return a running server."""
+    (pod,) = kubernetes.pods(namespace=NAMESPACE, selector=f"app={name}")
+    return Server(name=name, pod=pod)
+
+
 def stop_server(kubernetes: Kubernetes, *, name: str) -> None:
     """Delete the Deployment and wait until its pod is gone."""
     kubernetes.delete("deployment", name, namespace=NAMESPACE)

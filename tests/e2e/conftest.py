@@ -1,0 +1,63 @@
+"""Fixtures on the real local cluster: it is brought up, or a running one is used, and left running afterwards."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from hack.cluster.settings import ClusterSettings
+from hack.demo import run as demo
+from hack.demo.installation import install_chart
+from hack.demo.kubernetes import Kubernetes
+from hack.demo.run import Bench, SharedRun
+from hack.demo.servers import find_server
+from hack.demo.summary import Summary
+from hack.demo.zeroing import zero_region_pages
+
+
+@pytest.fixture(scope="session")
+def bench() -> Bench:
+    """The running cluster with our images loaded and vLLM prepared."""
+    return demo.prepare(ClusterSettings.from_environment())
+
+
+@pytest.fixture(scope="session")
+def kubernetes(bench: Bench) -> Kubernetes:
+    """kubectl and helm on the cluster."""
+    return bench.kubernetes
+
+
+@pytest.fixture(scope="session")
+def release(bench: Bench) -> Iterator[Bench]:
+    """The chart installed; what the tests made is removed at the end."""
+    install_chart(bench.kubernetes, bench.images)
+    demo.clean(bench)
+    yield bench
+    demo.clean(bench)
+
+
+@dataclass
+class DemoResult:
+    """What the demo's steps showed, and what server B answered once the region's pages were zeroed."""
+
+    summary: Summary
+    shared: SharedRun
+    zeroed_b: list[tuple[int, ...]]
+    zeroed_cached_tokens: list[int]
+
+
+@pytest.fixture(scope="session")
+def demo_result(release: Bench) -> DemoResult:
+    """The demo's steps, run once, with the control while both servers run."""
+    zeroed_b: list[tuple[int, ...]] = []
+    cached: list[int] = []
+
+    def zero_and_ask(bench: Bench, shared: SharedRun) -> None:
+        del shared
+        zero_region_pages(demo.POOL)
+        for answer in demo.ask(find_server(bench.kubernetes, name="vllm-b"), demo.demo_prompts()):
+            zeroed_b.append(answer.text_tokens)
+            cached.append(answer.cached_tokens)
+
+    summary, shared = demo.run(release.kubernetes.settings, while_shared=zero_and_ask)
+    return DemoResult(summary=summary, shared=shared, zeroed_b=zeroed_b, zeroed_cached_tokens=cached)
