@@ -42,7 +42,7 @@ class Condition(ApiModel):
         Field(
             default=0,
             ge=0,
-            le=2**63 - 1,
+            le=2**60,
             description="observedGeneration is metadata.generation of the spec that this speaks of.",
         ),
     ]

@@ -55,7 +55,7 @@ Quantity = Annotated[
 ]
 """Bytes as a Kubernetes quantity; in Python the exact number of bytes."""
 
-ByteCount = Annotated[int, Field(ge=0, le=2**63 - 1)]
+ByteCount = Annotated[int, Field(ge=0, le=2**60)]
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 
 DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"

@@ -133,7 +133,7 @@ class RegionEngine(ApiModel):
 class KVOffloadRegionStatus(ApiModel):
     """What the node daemon says; of the conditions, NodeReady is the operator's."""
 
-    observed_generation: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+    observed_generation: Annotated[int, Field(ge=0, le=2**60)] = Field(
         default=0, description="observedGeneration is metadata.generation of the spec that the daemon last acted on."
     )
     conditions: list[Condition] = Field(
