@@ -38,6 +38,12 @@ reconcile_errors_total = Counter(
 unattached_pods = Gauge(
     "kvoffload_operator_unattached_pods", "Opted-in pods that run without offload", ["reason"], registry=registry
 )
+pool_nodes = Gauge(
+    "kvoffload_operator_pool_nodes",
+    "Nodes of a pool by state, as in its status: matching, and of these ready, short_of_pages, pending ...",
+    ["pool", "state"],
+    registry=registry,
+)
 api_writes_total = Gauge(
     "kvoffload_operator_api_writes", "Writes that the API server accepted since the start", registry=registry
 )
