@@ -22,7 +22,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 
@@ -110,6 +110,7 @@ class Daemon:
     def _start_endpoints(self) -> ThreadingHTTPServer:
         registry = CollectorRegistry()
         registry.register(NodeCollector(self))
+        ProcessCollector(registry=registry)  # the start time counts restarts, the rest is the daemon's own use
 
         def readyz() -> Answer:
             why = self.problem()
