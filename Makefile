@@ -61,8 +61,10 @@ test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version
 bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json
 	$(PYTHON) -m bench
 
-docs: $(SYNCED) ## build the documentation into site/
-	.venv/bin/mkdocs build --strict
+docs: $(SYNCED) ## write what is generated from code, build the documentation into site/, check its links
+	$(PYTHON) -m hack.docs.dashboard
+	$(PYTHON) -m hack.docs.reference
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 # ---------------------------------------------------------------- parts
 .PHONY: image cluster-up cluster-down env

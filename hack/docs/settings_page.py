@@ -67,16 +67,16 @@ def build_values_page() -> str:
 
 
 def read_values(text: str) -> list[ValueRow]:
-    """Every key with a value of its own, under the comment above or beside it. Raises ValueError for one without."""
+    """Every key with a value of its own, with the comment above or beside it, or that of the nearest key around it."""
     rows: list[ValueRow] = []
-    path: list[tuple[int, str]] = []
+    path: list[tuple[int, str, str]] = []
     comment: list[str] = []
     for line in text.splitlines():
         if not line.strip():
             comment = []
             continue
         if line.lstrip().startswith("#"):
-            comment.append(line.strip().lstrip("# ").strip())
+            comment.append(line.strip().lstrip("# ").removeprefix("-- ").strip())
             continue
         match = re.match(r"^( *)([A-Za-z0-9_.\"-]+):(?: +(.*?))?(?: +# *(.*))?$", line)
         if match is None:
@@ -84,9 +84,10 @@ def read_values(text: str) -> list[ValueRow]:
         indent, key, value, beside = len(match[1]), match[2].strip('"'), match[3] or "", match[4]
         if beside is None and value.startswith("#"):
             value, beside = "", value.lstrip("# ")
-        path = [entry for entry in path if entry[0] < indent] + [(indent, key)]
+        words = " ".join(filter(None, [*comment, beside or ""]))
+        path = [entry for entry in path if entry[0] < indent] + [(indent, key, words)]
         if value:
-            words = " ".join(filter(None, [*comment, beside or ""]))
-            rows.append(ValueRow(".".join(name for _, name in path), value, words.replace("|", "\\|")))
+            nearest = next((text for _, _, text in reversed(path) if text), "")
+            rows.append(ValueRow(".".join(name for _, name, _ in path), value, nearest.replace("|", "\\|")))
         comment = []
     return rows
