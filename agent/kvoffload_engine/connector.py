@@ -35,6 +35,7 @@ from kvoffload_engine import compat
 from kvoffload_engine.facts import WorkerFacts, observe_worker
 from kvoffload_engine.log import logger
 from kvoffload_engine.manager import KVOffloadManager
+from kvoffload_engine.transfer.checksums import PageChecksums
 from kvoffload_engine.worker import KVOffloadWorker
 
 SOCKET_VARIABLE = "KVOFFLOAD_SOCKET"
@@ -54,16 +55,20 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
 
 @dataclass
 class KVOffloadWorkerMetadata(OffloadingWorkerMetadata):
-    """VLLM's worker report and the requests whose load failed here: request id -> whether the bytes were wrong."""
+    """VLLM's worker report; the requests whose load failed here (request id -> whether the bytes were wrong); and
+    whether a device registers no pages."""
 
     failed_loads: dict[str, bool] = field(default_factory=dict)
+    pageable: bool = False
 
     def aggregate(self, other: Any) -> "KVOffloadWorkerMetadata":
         """Both workers' reports as one."""
         merged = dict(self.failed_loads)
         for req_id, wrong in getattr(other, "failed_loads", {}).items():
             merged[req_id] = merged.get(req_id, False) or wrong
-        return KVOffloadWorkerMetadata(**compat.copy_fields(super().aggregate(other)), failed_loads=merged)
+        pageable = self.pageable or getattr(other, "pageable", False)
+        theirs = compat.copy_fields(super().aggregate(other))
+        return KVOffloadWorkerMetadata(**theirs, failed_loads=merged, pageable=pageable)
 
 
 class KVOffloadConnector(OffloadingConnector):
@@ -135,6 +140,7 @@ class KVOffloadConnector(OffloadingConnector):
             layout=facts.layout,
             tensors=facts.tensors,
             transfer=facts.build_transfer(),
+            checksums=PageChecksums(facts.checksums) if facts.layout.has_checksums else None,
         )
         worker.start()
         return worker
@@ -193,7 +199,8 @@ class KVOffloadConnector(OffloadingConnector):
         if report is None:
             return None
         failed, self._failed_loads = self._failed_loads, {}
-        return KVOffloadWorkerMetadata(**compat.copy_fields(report), failed_loads=failed)
+        pageable = bool(self.connector_worker.worker.registration_refused)
+        return KVOffloadWorkerMetadata(**compat.copy_fields(report), failed_loads=failed, pageable=pageable)
 
     # --- scheduler --------------------------------------------------------------------------------------------------
 
@@ -253,6 +260,8 @@ class KVOffloadConnector(OffloadingConnector):
         report = connector_output.kv_connector_worker_meta
         for req_id, wrong in getattr(report, "failed_loads", {}).items():
             self._manager.load_failed(req_id, bytes_are_wrong=wrong)
+        if getattr(report, "pageable", False):
+            self._manager.pageable = True
         super().update_connector_output(connector_output)
         self._manager.receives_finished(connector_output.finished_recving or ())
 

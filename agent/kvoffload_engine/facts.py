@@ -4,7 +4,7 @@ Runs in vLLM's workers; called once by `kvoffload_engine.connector` when vLLM re
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from kvoffload.layout.gate import GateFacts, LayerFacts, LayoutVerdict, decide_l
 from kvoffload.layout.pages import PartLayout, build_part_layout
 from kvoffload_engine import compat
 from kvoffload_engine.identity import collect_identity
+from kvoffload_engine.log import logger
+from kvoffload_engine.transfer.checksums import MODES
 from kvoffload_engine.transfer.host import HostTransfer
 from kvoffload_engine.transfer.plan import DeviceTensors
 from kvoffload_engine.worker import Transfer
@@ -33,6 +35,7 @@ class WorkerFacts:
     layout: PartLayout
     tensors: DeviceTensors
     identity: Fingerprint
+    checksums: str
     build_transfer: Callable[[], Transfer]
 
 
@@ -41,7 +44,7 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
     parallel = vllm_config.parallel_config
     specs = layer_specs(kv_cache_config)
     layers = observe_layers(kv_cache_config, kv_caches, specs)
-    checksums = os.environ.get(CHECKSUM_VARIABLE, "off")
+    checksums = checksum_mode(os.environ)
     page_table = [[(ref.tensor_idx, int(ref.page_size_bytes)) for ref in group] for group in kv_caches.group_data_refs]
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     blocks_per_chunk = int(extra.get("blocks_per_chunk", 1))
@@ -76,7 +79,18 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
         has_checksums=layout.has_checksums,
     )
     device = kv_caches.tensors[0].tensor.device.type
-    return WorkerFacts(parallel.rank, verdict, layout, observe_tensors(kv_caches), identity, transfer_builder(device))
+    return WorkerFacts(
+        parallel.rank, verdict, layout, observe_tensors(kv_caches), identity, checksums, transfer_builder(device)
+    )
+
+
+def checksum_mode(environment: Mapping[str, str]) -> str:
+    """What the user asks for; anything unknown is `full`, because whoever set it wanted pages to be checked."""
+    mode = environment.get(CHECKSUM_VARIABLE, "off") or "off"
+    if mode in MODES:
+        return mode
+    logger.warning("kvoffload: %s is %r, needed %s: full is used", CHECKSUM_VARIABLE, mode, ", ".join(MODES))
+    return "full"
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ interface) and by our connector (`begin_request`, `begin_lookup`, `receives_fini
       receives_finished (all ranks): the load's leases are given back
       prepare_store   keys that are not there yet get reserved slots: Assign -> RegionSlots; each worker seals
 
-    waiting   one budget for all waits of a step (`STEP_SECONDS`), refilled by end_step. Two steps in a row that used
+    waiting   one budget for all waits of a step (2 ms), refilled by end_step. Two steps in a row that used
     it up
               open the circuit: nothing is asked and everything is a miss, until the daemon has answered what it owes.
 """
@@ -21,7 +21,7 @@ interface) and by our connector (`begin_request`, `begin_lookup`, `receives_fini
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,7 +64,11 @@ from kvoffload.protocol.messages import (
 from kvoffload_engine.log import logger
 from kvoffload_engine.slots import RegionSlots, SlotRow
 
-STEP_SECONDS = 0.002
+DEADLINE_VARIABLE = "KVOFFLOAD_STEP_DEADLINE_SECONDS"
+DEFAULT_STEP_SECONDS = 0.002
+MAX_STEP_SECONDS = 1.0
+QUIET_SECONDS = 10.0
+"""How long the log keeps quiet about a circuit that opens again and again."""
 MAX_RETRIES = 2
 MAX_MISSED_STEPS = 2
 MAX_BARRED_KEYS = 65536
@@ -72,6 +76,22 @@ SHARED, PRIVATE = 0, 1
 NO_ROW = SlotRow(1, (0,) * MAX_RANKS, (1,) * MAX_RANKS, (0,) * MAX_RANKS)
 """In a job that every worker will fail (epoch 0) or that is empty."""
 REPORT_SECONDS = 1.0
+
+
+def step_seconds_from(environment: Mapping[str, str]) -> float:
+    """The deadline of a step that the user set, bounded, or the default."""
+    try:
+        return min(MAX_STEP_SECONDS, max(0.0, float(environment[DEADLINE_VARIABLE])))
+    except KeyError:
+        return DEFAULT_STEP_SECONDS
+    except ValueError:
+        logger.warning(
+            "kvoffload: %s is %r, needed a number: %g s are used",
+            DEADLINE_VARIABLE,
+            environment[DEADLINE_VARIABLE],
+            DEFAULT_STEP_SECONDS,
+        )
+        return DEFAULT_STEP_SECONDS
 
 
 @dataclass(slots=True)
@@ -109,7 +129,7 @@ class Load:
 class KVOffloadManager(OffloadingManager):
     """Look-ups, loads and stores of one engine, by messages to the node daemon."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, step_seconds: float = DEFAULT_STEP_SECONDS) -> None:
         self._connector: Connector | None = None
         self._none_hash: Callable[[], bytes] = bytes
         self._chunks_per_step = 512
@@ -129,10 +149,14 @@ class KVOffloadManager(OffloadingManager):
         self._writing: dict[tuple[int, bytes], tuple[int, int]] = {}
         self._barred: dict[tuple[int, bytes], None] = {}
         self._unpins: list[bytes] = []
+        self.pageable = False
+        """Whether a rank's device refused to register pages: then no rank uses registration."""
         # waiting
-        self._budget_seconds = STEP_SECONDS
+        self._step_seconds = step_seconds
+        self._budget_seconds = step_seconds
         self._missed_steps = 0
         self._missed_in_step = False
+        self._quiet_until = 0.0
         self._steps = self._missed_deadlines = 0
         self._next_report = 0.0
         # of the connector's thread
@@ -211,10 +235,11 @@ class KVOffloadManager(OffloadingManager):
         if self._missed_in_step:
             self._missed_steps += 1
             self._missed_deadlines += 1
-        elif self._budget_seconds < STEP_SECONDS:
+            self._say_late()
+        elif self._budget_seconds < self._step_seconds:
             self._missed_steps = 0  # waited, and was answered
         self._missed_in_step = False
-        self._budget_seconds = STEP_SECONDS
+        self._budget_seconds = self._step_seconds
         self._report()
 
     def weights_changed(self) -> None:
@@ -262,7 +287,7 @@ class KVOffloadManager(OffloadingManager):
         self._loads[req_context.req_id] = Load(tuple(keys), leased, epoch, request.namespace)
         if answer is None or not answer.session.is_open or -1 in offsets:
             epoch = 0
-        return RegionSlots(epoch, packed, row)
+        return RegionSlots(epoch, packed, row, self.pageable)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserved slots for the keys that the region does not have yet; as many as there are, the first ones
@@ -293,7 +318,7 @@ class KVOffloadManager(OffloadingManager):
             self._reserve(session)
         return PrepareStoreOutput(
             keys_to_store=chosen,
-            store_spec=RegionSlots(epoch, packed, row or NO_ROW),
+            store_spec=RegionSlots(epoch, packed, row or NO_ROW, self.pageable),
             evicted_keys=[],
         )
 
@@ -440,11 +465,21 @@ class KVOffloadManager(OffloadingManager):
         """Open after missed steps in a row, until the daemon has answered all that it owes."""
         if self._missed_steps < MAX_MISSED_STEPS:
             return False
-        if not self._owed:
-            self._missed_steps = 0
-            logger.info("kvoffload scheduler: the node daemon answers again")
-            return False
-        return True
+        if self._owed:
+            return True
+        self._missed_steps = 0
+        return False
+
+    def _say_late(self) -> None:
+        now = time.monotonic()
+        if self._missed_steps >= MAX_MISSED_STEPS and now >= self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            logger.warning(
+                "kvoffload scheduler: the node daemon did not answer within %g ms in %d steps in a row: everything is "
+                "a miss until it has answered",
+                1000 * self._step_seconds,
+                self._missed_steps,
+            )
 
     def _reserve(self, session: Session) -> None:
         """Ask for slots ahead of need, so that a store finds them here."""

@@ -24,9 +24,11 @@ class RegionSlots(LoadStoreSpec):
     """Slots of one store or load job, in the order of its chunks: byte offsets into the region, packed little-endian
     int64.
 
-    `epoch` is the daemon's when it gave them out.
+    `epoch` is the daemon's when it gave them out. `pageable`: a rank's device registers no pages, so none uses
+    registration.
     """
 
     epoch: int
     offsets: bytes
     row: SlotRow
+    pageable: bool = False

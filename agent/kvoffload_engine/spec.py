@@ -6,13 +6,14 @@ parent class. The spec itself decides nothing: the connector gives the worker's 
 vLLM's whole configuration, which a spec is not given.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvoffload_engine.manager import KVOffloadManager
+from kvoffload_engine.manager import KVOffloadManager, step_seconds_from
 
 
 class KVOffloadSpec(OffloadingSpec):
@@ -31,7 +32,7 @@ class KVOffloadSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side."""
-        return KVOffloadManager()
+        return KVOffloadManager(step_seconds=step_seconds_from(os.environ))
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker's side."""

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
@@ -41,6 +41,7 @@ from kvoffload.protocol.messages import (
 from kvoffload_engine.log import logger
 from kvoffload_engine.mapping import RegionMapping
 from kvoffload_engine.slots import RegionSlots
+from kvoffload_engine.transfer.checksums import PageChecksums
 from kvoffload_engine.transfer.plan import WHOLE, CopyPlan, DeviceTensors, PlanError, Stripe, plan_copy
 
 REPORT_SECONDS = 1.0
@@ -60,11 +61,18 @@ class Transfer(Protocol):
     def wait(self, job_ids: set[int]) -> None:
         """Return when these are done."""
 
-    def region_mapped(self, mapping: RegionMapping) -> None:
-        """A region was mapped: register it with the device."""
+    def region_mapped(self, mapping: RegionMapping, extent_bytes: int) -> None:
+        """A region was mapped: register its extents with the device as they come into use."""
 
-    def extents_revoked(self, mapping: RegionMapping, offsets: list[int], extent_bytes: int) -> None:
-        """These extents lose their pages: unregister them. No copy touches them."""
+    def extents_revoked(self, offsets: list[int]) -> None:
+        """These extents lose their pages: unregister them."""
+
+    def use_pageable(self) -> None:
+        """Another rank cannot register: undo all registrations."""
+
+    @property
+    def registration_refused(self) -> str:
+        """Why the device registers nothing, empty while it does (or needs not)."""
 
     def shutdown(self) -> None:
         """Wait for what is under way and give everything back."""
@@ -92,7 +100,7 @@ class KVOffloadWorker(OffloadingWorker):
         layout: PartLayout,
         tensors: DeviceTensors,
         transfer: Transfer,
-        checksums: Any = None,
+        checksums: PageChecksums | None = None,
     ) -> None:
         self._rank = rank
         self._layout = layout
@@ -174,6 +182,11 @@ class KVOffloadWorker(OffloadingWorker):
         self._failed.clear()
         return failed
 
+    @property
+    def registration_refused(self) -> str:
+        """Why this rank's device registers no pages; the scheduler tells the other ranks."""
+        return self._transfer.registration_refused
+
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def _submit(
@@ -183,6 +196,8 @@ class KVOffloadWorker(OffloadingWorker):
         # Known before the epoch is looked at: if the daemon restarts now, the re-assertion names these slots.
         self._jobs[job_id] = job
         try:
+            if slots.pageable:
+                self._transfer.use_pageable()
             mapping = self._usable_mapping(slots, is_store=is_store)
             job.plan = plan_copy(
                 layout=self._layout,
@@ -262,7 +277,7 @@ class KVOffloadWorker(OffloadingWorker):
             old.epochs.add(epoch)
         else:
             mapping = RegionMapping(region, num_bytes, epoch)
-            self._transfer.region_mapped(mapping)
+            self._transfer.region_mapped(mapping, session.welcome.extent_bytes)
             if old is not None:
                 self._old_mappings.append(old)  # a copy may still be under way: unmapped at the end
             self._mapping = mapping
@@ -298,10 +313,7 @@ class KVOffloadWorker(OffloadingWorker):
                 self._log_row(message)
 
     def _revoke(self, session: Session, message: Revoke) -> None:
-        mapping = self._mapping
-        if mapping is not None:
-            offsets = np.frombuffer(message.extents, dtype="<i8").tolist()
-            self._transfer.extents_revoked(mapping, offsets, session.welcome.extent_bytes)
+        self._transfer.extents_revoked(np.frombuffer(message.extents, dtype="<i8").tolist())
         session.send(Revoked(message.extents))
 
     def _log_row(self, ready: EngineReady) -> None:

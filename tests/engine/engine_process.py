@@ -10,11 +10,16 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pool_daemon import PoolDaemon
 
 from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 from hack.vllm.models import ensure_model
@@ -42,7 +47,7 @@ def build_library(folder: Path) -> Path:
     if not library.exists():
         library.mkdir(parents=True)
         for package in ("kvoffload", "kvoffload_engine"):
-            (library / package).symlink_to(ROOT / "agent" / package)
+            shutil.copytree(ROOT / "agent" / package, library / package, ignore=shutil.ignore_patterns("__pycache__"))
         information = library / "kvoffload_engine-0.1.0.dist-info"
         information.mkdir()
         (information / "METADATA").write_text("Metadata-Version: 2.1\nName: kvoffload-engine\nVersion: 0.1.0\n")
@@ -56,6 +61,22 @@ def make_prompt(seed: int, num_tokens: int = 300) -> list[int]:
     """Random tokens, the same for the same seed."""
     numbers = random.Random(seed)
     return [numbers.randrange(2, 1000) for _ in range(num_tokens)]
+
+
+def eventually(is_true: Callable[[], bool], seconds: float = 15.0) -> bool:
+    """Whether it becomes true in time; each try is an action, so there is nothing to sleep for but a moment
+    between."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def wait_for_slots(daemon: PoolDaemon, state: str, number: int) -> bool:
+    """Whether the daemon comes to count so many slots in a state."""
+    return eventually(lambda: daemon.metrics()[f'kvoffload_slots{{state="{state}"}}'] == number)
 
 
 class EngineProcess:
@@ -99,6 +120,8 @@ class EngineProcess:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            # Tests share two cores with whatever else runs: what they ask is whether it works, not how fast.
+            "KVOFFLOAD_STEP_DEADLINE_SECONDS": "0.25",
             **({"KVOFFLOAD_SOCKET": str(socket), "KVOFFLOAD_POOL": "test"} if socket else {}),
             **(environment or {}),
         }

@@ -1,8 +1,11 @@
 """A real vLLM with latent attention on two ranks: one copy of each chunk, written half by each, read whole by
 both."""
 
+import signal
+
 import pytest
-from engine_process import EngineProcess, make_prompt
+from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
+from pool_daemon import PoolDaemon
 
 pytestmark = pytest.mark.engine
 
@@ -53,3 +56,86 @@ def test_warm_outputs_are_equal_and_depend_on_the_loaded_bytes(mla_engine: Engin
     finally:
         mla_engine.rpc("probe_fault", "")
     assert control.tokens != warm.tokens
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one-rank", "all-ranks"])
+def test_a_failed_load_is_recomputed_once_and_not_tried_again(mla_engine: EngineProcess, ranks: list[int]) -> None:
+    prompt = make_prompt(60 + len(ranks))
+    cold = mla_engine.generate_cold([prompt])
+    mla_engine.rpc("probe_fault", "fail", ranks)
+    try:
+        failed_before = len(mla_engine.lines("a load failed and is recomputed"))
+        recomputed = mla_engine.generate_cold([prompt])
+        again = mla_engine.generate_cold([prompt])
+        failed = len(mla_engine.lines("a load failed and is recomputed")) - failed_before
+    finally:
+        mla_engine.rpc("probe_fault", "")
+    assert recomputed.tokens == again.tokens == cold.tokens
+    assert failed == len(ranks)
+    assert again.cached == [0]
+
+
+def test_aborted_requests_leave_no_lease_and_no_exception(mla_engine: EngineProcess, pool: PoolDaemon) -> None:
+    prompts = [make_prompt(70 + index) for index in range(6)]
+    mla_engine.generate_cold(prompts)
+    for steps in (0, 1, 2, 3):
+        mla_engine.reset_prefix_cache()
+        mla_engine.do("abort", prompts=prompts, steps=steps)
+        mla_engine.reset_prefix_cache()
+        mla_engine.do("abort", prompts=[make_prompt(80 + 10 * steps + index) for index in range(6)], steps=steps)
+    mla_engine.generate_cold([make_prompt(79)])
+    assert wait_for_slots(pool, "leased", 0)
+    assert not [line for line in mla_engine.lines("Traceback") if "MainProcess" not in line]
+
+
+def test_a_salted_prompt_does_not_hit_another_salt(mla_engine: EngineProcess) -> None:
+    prompt = make_prompt(90)
+    mla_engine.generate_cold([prompt], cache_salt="a")
+    assert mla_engine.generate_cold([prompt], cache_salt="a").cached[0] >= 256
+    assert mla_engine.generate_cold([prompt], cache_salt="b").cached == [0]
+    assert mla_engine.generate_cold([prompt]).cached == [0]
+
+
+def test_a_cache_reset_with_connector_forgets_what_was_stored(mla_engine: EngineProcess) -> None:
+    prompt = make_prompt(100)
+    mla_engine.generate_cold([prompt])
+    assert mla_engine.generate_cold([prompt]).cached[0] >= 256
+    mla_engine.reset_prefix_cache(connector=True)
+    assert mla_engine.generate([prompt]).cached == [0]
+    assert mla_engine.generate_cold([prompt]).cached[0] >= 256
+
+
+def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(
+    mla_engine: EngineProcess, pool: PoolDaemon
+) -> None:
+    prompt = make_prompt(110)
+    mla_engine.generate_cold([prompt])
+    warm = mla_engine.generate_cold([prompt])
+    usual = mla_engine.generate_cold([make_prompt(111)]).seconds
+    assert pool.process is not None
+    pool.process.send_signal(signal.SIGSTOP)
+    try:
+        stopped = [mla_engine.generate_cold([make_prompt(112 + index)]) for index in range(5)]
+    finally:
+        pool.process.send_signal(signal.SIGCONT)
+    assert all(one.cached == [0] for one in stopped)
+    assert max(one.seconds for one in stopped) < usual + 2.0
+    assert eventually(lambda: mla_engine.generate_cold([prompt]).cached[0] >= 256)
+    assert mla_engine.generate_cold([prompt]).tokens == warm.tokens
+
+
+def test_a_killed_daemon_is_used_again_after_its_return_with_what_was_stored_before(
+    mla_engine: EngineProcess, pool: PoolDaemon
+) -> None:
+    prompt, other = make_prompt(120), make_prompt(121)
+    mla_engine.generate_cold([prompt])
+    warm = mla_engine.generate_cold([prompt])
+    assert wait_for_slots(pool, "leased", 0)
+    pool.kill()
+    without = mla_engine.generate_cold([prompt])
+    assert without.cached == [0]
+    pool.start()
+    assert eventually(lambda: mla_engine.generate_cold([prompt]).cached[0] >= 256)
+    assert mla_engine.generate_cold([prompt]).tokens == warm.tokens
+    mla_engine.generate_cold([other])
+    assert eventually(lambda: mla_engine.generate_cold([other]).cached[0] >= 256)

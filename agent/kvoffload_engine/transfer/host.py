@@ -34,11 +34,19 @@ class HostTransfer:
     def wait(self, job_ids: set[int]) -> None:
         """Nothing is ever under way."""
 
-    def region_mapped(self, mapping: RegionMapping) -> None:
+    def region_mapped(self, mapping: RegionMapping, extent_bytes: int) -> None:
         """Host memory needs no registration."""
 
-    def extents_revoked(self, mapping: RegionMapping, offsets: list[int], extent_bytes: int) -> None:
+    def extents_revoked(self, offsets: list[int]) -> None:
         """As `region_mapped`."""
+
+    def use_pageable(self) -> None:
+        """As `region_mapped`."""
+
+    @property
+    def registration_refused(self) -> str:
+        """Never: nothing is registered."""
+        return ""
 
     def shutdown(self) -> None:
         """Nothing is ever under way."""
