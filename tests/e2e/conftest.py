@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from e2e.user_tools import ToolOutputs, use_tools
 from hack.cluster.settings import ClusterSettings
 from hack.demo import run as demo
 from hack.demo.installation import install_chart
@@ -44,6 +45,9 @@ class DemoResult:
     shared: SharedRun
     zeroed_b: list[tuple[int, ...]]
     zeroed_cached_tokens: list[int]
+    tools: ToolOutputs
+    """What the plugin and the dashboard said while both servers ran."""
+    kubernetes: Kubernetes
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +55,11 @@ def demo_result(release: Bench) -> DemoResult:
     """The demo's steps, run once, with the control while both servers run."""
     zeroed_b: list[tuple[int, ...]] = []
     cached: list[int] = []
+    tools: list[ToolOutputs] = []
 
     def zero_and_ask(bench: Bench, shared: SharedRun) -> None:
+        pods = [find_server(bench.kubernetes, name=name).pod["metadata"] for name in ("vllm-a", "vllm-b")]
+        tools.append(use_tools(bench.kubernetes, [f"{pod['namespace']}/{pod['name']}" for pod in pods]))
         del shared
         zero_region_pages(demo.POOL)
         for answer in demo.ask(find_server(bench.kubernetes, name="vllm-b"), demo.demo_prompts()):
@@ -60,4 +67,11 @@ def demo_result(release: Bench) -> DemoResult:
             cached.append(answer.cached_tokens)
 
     summary, shared = demo.run(release.kubernetes.settings, while_shared=zero_and_ask)
-    return DemoResult(summary=summary, shared=shared, zeroed_b=zeroed_b, zeroed_cached_tokens=cached)
+    return DemoResult(
+        summary=summary,
+        shared=shared,
+        zeroed_b=zeroed_b,
+        zeroed_cached_tokens=cached,
+        tools=tools[0],
+        kubernetes=release.kubernetes,
+    )

@@ -1,0 +1,171 @@
+"""The kubectl plugin and the dashboard on the real cluster, beside what kubectl and the engines say."""
+
+import json
+import re
+
+import pytest
+
+from e2e.user_tools import ToolOutputs, run_plugin
+from hack.console import wait_until
+from hack.demo.installation import delete_pool
+from hack.demo.kubernetes import Kubernetes
+from hack.demo.run import POOL
+from hack.vllm.models import ensure_model
+
+pytestmark = pytest.mark.e2e
+
+TOO_LARGE = """\
+apiVersion: kvoffload.io/v1alpha1
+kind: KVOffloadPool
+metadata: {name: too-large}
+spec: {capacity: 64Gi, pageSize: 2Mi}
+"""
+NOWHERE = """\
+apiVersion: kvoffload.io/v1alpha1
+kind: KVOffloadPool
+metadata: {name: nowhere}
+spec: {capacity: 64Mi, nodeSelector: {zone: nowhere}}
+"""
+STRAY_POD = """\
+apiVersion: v1
+kind: Pod
+metadata:
+  name: stray
+  namespace: demo
+  labels: {kvoffload.io/pool: never-made}
+spec:
+  containers:
+  - {name: vllm, image: stray, imagePullPolicy: Never, command: [vllm, serve, x]}
+"""
+
+
+@pytest.fixture
+def tools(demo_result) -> ToolOutputs:
+    return demo_result.tools
+
+
+def test_every_command_ran_without_an_error(tools: ToolOutputs) -> None:
+    failed = {name: done for name, done in tools.plugin.items() if done.status or done.errors}
+    assert not failed
+
+
+def test_doctor_finds_nothing_while_everything_works(tools: ToolOutputs) -> None:
+    document = tools.plugin["doctor json"].document
+    assert document["findings"] == []
+    assert document["notChecked"] == []
+    assert document["checked"]["pools"] == 1
+    assert document["checked"]["labelled pods"] == 2
+
+
+def test_status_shows_both_engines_replicated(tools: ToolOutputs) -> None:
+    (pool,) = tools.plugin["status json"].document["pools"]
+    engines = [engine for region in pool["regions"] for engine in region["status"]["engines"]]
+    assert len(engines) == 2
+    assert {engine["confirmedLayout"] for engine in engines} == {"replicated"}
+    assert all(engine["podName"] in tools.plugin["status"].output for engine in engines)
+
+
+def test_explain_shows_predicted_beside_confirmed_and_the_other_pod(tools: ToolOutputs) -> None:
+    answers = {name: done.document for name, done in tools.plugin.items() if name.startswith("explain demo/")}
+    assert len(answers) == 2
+    for name, answer in answers.items():
+        assert answer["injected"][0].startswith("yes")
+        assert answer["layout"][0].startswith("predicted: replicated")
+        assert "replicated" in answer["layout"][1]
+        (other,) = [one.removeprefix("explain ") for one in answers if one != name]
+        assert other in answer["sharing"][-1]
+
+
+def test_top_shows_the_node_with_its_figures(tools: ToolOutputs) -> None:
+    (line,) = {line for line in tools.plugin["top"].output.splitlines() if f" {POOL} " in line}
+    assert "256 MiB" in line
+
+
+def test_every_query_of_the_dashboard_returns_data(tools: ToolOutputs) -> None:
+    empty = [(title, query) for title, query, samples in tools.queries if not samples]
+    assert not empty
+
+
+def test_the_dashboard_was_drawn(tools: ToolOutputs) -> None:
+    assert tools.picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_planned_bytes_are_those_of_the_running_engine(tools: ToolOutputs, demo_result) -> None:
+    """The demo's model in float32; the CPU's block size is read from what the engine stored."""
+    (pool,) = tools.plugin["status json"].document["pools"]
+    used = demo_result.shared.figures.used_bytes
+    chunk = demo_result.shared.figures.chunk_bytes
+    assert used % chunk == 0
+    arguments = ["--tp", "2", "--capacity", pool["spec"]["capacity"], "--kv-dtype", "float32", "-o", "json"]
+    kubernetes = demo_result.kubernetes
+    per_token = run_plugin(kubernetes, "plan", "--model", str(ensure_model("tiny-deepseek")), *arguments).document
+    block_tokens, rest = divmod(chunk, per_token["bytesPerToken"])
+    assert rest == 0
+    plan = run_plugin(
+        kubernetes,
+        *("plan", "--model", str(ensure_model("tiny-deepseek")), *arguments, "--block-size", str(block_tokens)),
+    ).document
+    assert plan["slotBytes"] == chunk
+    assert plan["blocks"] == demo_result.shared.figures.capacity_chunks
+    assert plan["layout"] == "replicated"
+
+
+@pytest.fixture
+def troubled(release) -> Kubernetes:
+    """A pool that no node can hold, one that no node matches, and a pod that names a pool that nobody made."""
+    kubernetes = release.kubernetes
+    for manifest in (TOO_LARGE, NOWHERE, STRAY_POD):
+        kubernetes.apply(manifest)
+    yield kubernetes
+    kubernetes.delete("pod", "stray", namespace="demo")
+    for name in ("too-large", "nowhere"):
+        delete_pool(kubernetes, name=name)
+
+
+def test_doctor_names_what_is_wrong_with_the_remedy_and_ends_with_1(troubled: Kubernetes) -> None:
+    def found() -> dict[str, dict[str, str]]:
+        done = run_plugin(troubled, "doctor", "-o", "json")
+        assert done.status == 1, done.errors
+        return {f"{one['check']} {one['subject']}": one for one in done.document["findings"]}
+
+    wanted = {
+        "pool_matches_no_node pool/nowhere",
+        "pool_is_not_ready pool/too-large",
+        "pod_is_not_injected pod/demo/stray",
+    }
+    wait_until(
+        "the operator to have looked at the pools",
+        lambda: wanted <= set(found()),
+        timeout_seconds=30,
+        explain=lambda: json.dumps(found(), indent=1),
+    )
+    (short,) = [one for name, one in found().items() if name.startswith("node_is_short_of_pages")]
+    assert re.search(r"allocatable hugepages-2Mi is \S+, pool too-large needs 64Gi", short["message"])
+    assert "sysctl -w vm.nr_hugepages=32768" in short["remedy"]
+
+
+def test_explain_says_why_a_pod_is_not_injected(troubled: Kubernetes) -> None:
+    answer = run_plugin(troubled, "explain", "pod", "demo/stray", "-o", "json").document
+    assert answer["injected"][0] == "no: PoolNotFound"
+    assert "never-made does not exist" in answer["pool"][0]
+
+
+def test_unknown_pod_and_unreachable_cluster_end_with_2_and_one_line(release, tmp_path) -> None:
+    done = run_plugin(release.kubernetes, "explain", "pod", "demo/nobody")
+    assert (done.status, done.errors.count("\n")) == (2, 1)
+    config = tmp_path / "config"
+    config.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "x",
+                "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+                "users": [{"name": "u", "user": {}}],
+                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            }
+        )
+    )
+    done = run_plugin(release.kubernetes, "status", "--kubeconfig", str(config))
+    assert done.status == 2
+    assert "does not answer" in done.errors
