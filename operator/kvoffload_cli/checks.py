@@ -102,7 +102,7 @@ def webhook_is_not_trusted(facts: ClusterFacts) -> Found:
             "helm upgrade kvoffload charts/kvoffload",
         )
     for webhook in facts.webhooks:
-        subject = f"webhook/{webhook.configuration}"
+        subject = f"{webhook.kind}webhookconfiguration/{webhook.configuration}"
         namespace = webhook.service.partition("/")[0]
         remedy = f"kubectl -n {namespace} logs -l app.kubernetes.io/component=operator --tail=-1 | grep -i certificate"
         if not webhook.authorities:

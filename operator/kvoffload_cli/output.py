@@ -1,6 +1,8 @@
 """How the commands print: one console, labelled lines, tables, JSON. Called by every command of the plugin."""
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import StrEnum
@@ -21,9 +23,14 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
-def make_console(*, width: int | None = None) -> Console:
+PIPE_WIDTH = 240
+"""Columns where standard output is no terminal: tables must not be folded for grep."""
+
+
+def make_console() -> Console:
     """A console on standard output; colours only on a terminal, and no colour at all where NO_COLOR is set."""
-    return Console(highlight=False, width=width, soft_wrap=False)
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=PIPE_WIDTH if piped else None)
 
 
 def show_bytes(num_bytes: int) -> str:
@@ -55,7 +62,7 @@ def make_table(*columns: str, rows: Iterable[Sequence[str]]) -> Table:
     """A table as kubectl prints them: no lines, two spaces between the columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=False)
+        table.add_column(column, no_wrap=True, min_width=len(column))
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table
