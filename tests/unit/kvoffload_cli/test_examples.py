@@ -1,14 +1,16 @@
 """The examples: every file parses, every pool is one that the API takes, every workload names a pool that is there."""
 
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
 from fixtures.examples import CRDS, EXAMPLES, example_files, objects_in, pods_of
-from kvoffload.api.keys import CONTAINER_ANNOTATION, POOL_LABEL
+from kvoffload.api.keys import CONTAINER_ANNOTATION, POOL_LABEL, PredictedLayout
 from kvoffload.api.pool import KVOffloadPool
+from kvoffload_operator.webhook.injection import PoolFacts, inject
 
 FILES = example_files()
 WORKLOADS = {"Deployment", "LeaderWorkerSet", "InferenceService"}
@@ -62,3 +64,36 @@ def test_custom_kinds_fit_their_stub_schema(stub: str, example: str) -> None:
     (one,) = objects_in(EXAMPLES / example)
     assert one["apiVersion"] == f"{crd['spec']['group']}/{version['name']}"
     jsonschema.validate(one, version["schema"]["openAPIV3Schema"])
+
+
+WORKLOADS_BY_FILE = [(path, pod) for path in FILES for one in objects_in(path) for pod in pods_of(one)]
+
+
+@pytest.mark.parametrize(
+    ("path", "pod"),
+    WORKLOADS_BY_FILE,
+    ids=[f"{path.name}-{pod['metadata']['name']}" for path, pod in WORKLOADS_BY_FILE],
+)
+def test_the_webhook_injects_every_workload_with_the_layout_of_its_model(path: Path, pod: dict[str, Any]) -> None:
+    pools = pools_in(EXAMPLES / "pool.yaml") | pools_in(path)
+    name, namespace = pod["metadata"]["labels"][POOL_LABEL], pod["metadata"]["namespace"]
+    labels = {
+        key: value
+        for one in objects_in(path)
+        if (one["kind"], one["metadata"]["name"]) == ("Namespace", namespace)
+        for key, value in one["metadata"]["labels"].items()
+    }
+    facts = PoolFacts(
+        name=name,
+        spec=pools[name].spec,
+        namespace=namespace,
+        namespace_labels=labels,
+        operator_namespace="kvoffload-system",
+    )
+    outcome = inject(pod, facts)
+    assert outcome.skip_reason is None, outcome.message
+    assert outcome.operations
+    text = yaml.safe_dump(pod)
+    divides_heads = "llama" in text.lower() or "Qwen" in text
+    assert outcome.prediction is not None
+    assert outcome.prediction.layout is (PredictedLayout.PER_RANK if divides_heads else PredictedLayout.REPLICATED)
