@@ -8,7 +8,7 @@ care of listing, watching, and mending watches that broke, went silent or are to
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import kopf
@@ -31,8 +31,8 @@ def build_registry(view: ClusterView, on_dirty: OnDirty) -> kopf.OperatorRegistr
     """Handlers that feed `view` and report what is dirty."""
     registry = kopf.OperatorRegistry()
 
-    def handle(update: Update, kind: str, *, namespaced: bool = False) -> Callable[..., None]:
-        def on_event(event: dict[str, Any], name: str, namespace: str | None, **_: Any) -> None:
+    def handle(update: Update, kind: str, *, namespaced: bool = False) -> Callable[..., Awaitable[None]]:
+        async def on_event(event: dict[str, Any], name: str, namespace: str | None, **_: Any) -> None:
             key = f"{namespace}/{name}" if namespaced else name
             if event["type"] == "DELETED":
                 on_dirty(view.forget(kind, key))
@@ -83,13 +83,16 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     return settings
 
 
-async def watch_cluster(view: ClusterView, on_dirty: OnDirty, *, stop: asyncio.Event, ready: asyncio.Event) -> None:
+async def watch_cluster(
+    view: ClusterView, on_dirty: OnDirty, *, identity: str, stop: asyncio.Event, ready: asyncio.Event
+) -> None:
     """Watch until `stop` is set."""
     with contextlib.suppress(asyncio.CancelledError):
         await kopf.operator(
             registry=build_registry(view, on_dirty),
             settings=build_kopf_settings(),
             standalone=True,
+            identity=identity,  # type: ignore[arg-type] -- a NewType that kopf does not export; its own guess needs a passwd entry
             clusterwide=True,
             stop_flag=stop,
             ready_flag=ready,

@@ -99,7 +99,12 @@ class Operator:
                 asyncio.create_task(coroutine, name=name)
                 for name, coroutine in (
                     ("lease", self._election.hold()),
-                    ("watch", watch_cluster(self._view, self._on_dirty, stop=stop, ready=watching)),
+                    (
+                        "watch",
+                        watch_cluster(
+                            self._view, self._on_dirty, identity=self._settings.pod_name, stop=stop, ready=watching
+                        ),
+                    ),
                     ("resync", self._resync_forever()),
                     ("webhook", self._look_after_webhook(pools, dict(options.owner))),
                     ("sweep", self._sweep_forever(pods)),

@@ -117,6 +117,8 @@ def _pod_spec(pool: str, spec: KVOffloadPoolSpec, *, capacity_bytes: int, option
     ]
     pod: Manifest = {
         "serviceAccountName": options.service_account,
+        # a Service of ours would otherwise become variables that look like our settings
+        "enableServiceLinks": False,
         "terminationGracePeriodSeconds": TERMINATION_GRACE_SECONDS,
         "nodeSelector": {**spec.node_selector, daemon_node_label(pool): DAEMON_NODE_LABEL_VALUE},
         "securityContext": {
