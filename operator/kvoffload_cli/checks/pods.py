@@ -1,0 +1,64 @@
+"""Checks of the pods that opted in. Pure."""
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+from kvoffload_cli.checks.finding import Found, Severity
+from kvoffload_cli.facts import ClusterFacts, OptedInPod
+from kvoffload_cli.remedies import SKIP_REMEDIES
+
+ATTACH_GRACE = timedelta(minutes=5)
+"""How long a running engine may take to attach: a server loads its weights first."""
+
+
+def pod_is_not_injected(facts: ClusterFacts) -> Found:
+    """A labelled pod was left as it was, with a reason or because no webhook answered."""
+    for pod in _live(facts.pods):
+        subject = f"pod/{pod.namespace}/{pod.name}"
+        if facts.pool(pod.pool) is None:
+            names = ", ".join(one.name for one in facts.pools) or "none"
+            message = f"asks for pool {pod.pool!r}, which does not exist (there are: {names})"
+            yield Severity.ERROR, subject, message, "correct the label kvoffload.io/pool, or create the pool"
+        elif pod.skip_reason:
+            known = {reason.value: text for reason, text in SKIP_REMEDIES.items()}
+            remedy = known.get(pod.skip_reason, f"kubectl kvoffload explain pod {pod.namespace}/{pod.name}")
+            yield Severity.WARNING, subject, f"not injected: {pod.skip_reason}", remedy
+        elif not pod.injected_version:
+            message = "labelled, and not injected: no webhook answered when it was created"
+            yield Severity.ERROR, subject, message, "recreate the pod once the webhook is ready"
+
+
+def pod_is_not_attached(facts: ClusterFacts) -> Found:
+    """An injected pod has served for a while, and no engine of it has attached."""
+    for pod in _live(facts.pods):
+        if not pod.injected_version or pod.ready_since is None or (pod.namespace, pod.name) in facts.engines:
+            continue
+        if facts.now - pod.ready_since < ATTACH_GRACE:
+            continue
+        pool = facts.pool(pod.pool)
+        if pool is None or facts.region(pool=pool.name, node=pod.node) is None:
+            message = f"injected, and node {pod.node} gives no memory to pool {pod.pool}: it runs without offload"
+            remedy = "set attachment: Required in the pool, or add the node to its nodeSelector"
+        else:
+            message = "injected and ready, and no engine of it has attached: it runs without offload"
+            remedy = f"kubectl -n {pod.namespace} logs {pod.name} | grep -i kvoffload"
+        yield Severity.ERROR, f"pod/{pod.namespace}/{pod.name}", message, remedy
+
+
+def layout_differs_from_prediction(facts: ClusterFacts) -> Found:
+    """The webhook predicted one copy for all ranks and the engine found otherwise."""
+    for (namespace, name), engines in sorted(facts.engines.items()):
+        for engine in engines:
+            if engine.predicted_layout == "replicated" and engine.confirmed_layout == "per-rank":
+                message = (
+                    f"engine {engine.engine_id}: predicted replicated, confirmed per rank "
+                    f"({engine.reason}): {engine.message}"
+                )
+                remedy = (
+                    "expect one part a rank; set kvoffload.io/model-architecture if the model was taken for another"
+                )
+                yield Severity.WARNING, f"pod/{namespace}/{name}", message, remedy
+
+
+def _live(pods: Iterable[OptedInPod]) -> Iterator[OptedInPod]:
+    return (pod for pod in pods if pod.phase not in ("Succeeded", "Failed") and not pod.is_deleting)

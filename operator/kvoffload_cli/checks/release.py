@@ -1,0 +1,97 @@
+"""Checks of the cluster and of what the chart installs. Pure."""
+
+from datetime import datetime, timedelta
+
+from kvoffload_cli.checks.finding import Found, Severity
+from kvoffload_cli.facts import ClusterFacts
+
+OLDEST_KUBERNETES = (1, 32)
+"""Bound service-account tokens name their node since 1.32; the admission policy of the regions needs that."""
+CERTIFICATE_WARNING = timedelta(days=14)
+
+
+def kubernetes_is_too_old(facts: ClusterFacts) -> Found:
+    """The API server lacks what the admission policy of the regions needs."""
+    if (0, 0) < facts.server_version < OLDEST_KUBERNETES:
+        found, needed = (".".join(map(str, version)) for version in (facts.server_version, OLDEST_KUBERNETES))
+        yield Severity.ERROR, "cluster", f"Kubernetes {found}, needed {needed} or newer", "upgrade the control plane"
+
+
+def crd_is_missing_or_outdated(facts: ClusterFacts) -> Found:
+    """A CRD is not there, not served, or older than this program."""
+    for crd in facts.crds:
+        remedy = "kubectl apply --server-side -f crds/ (helm installs CRDs, and never upgrades them)"
+        if not crd.serves_version:
+            yield Severity.ERROR, f"crd/{crd.name}", "not installed, or does not serve v1alpha1", remedy
+        elif not crd.is_established:
+            yield Severity.ERROR, f"crd/{crd.name}", "not established", "kubectl describe crd " + crd.name
+        elif crd.missing_fields:
+            fields = ", ".join(crd.missing_fields[:5]) + (" ..." if len(crd.missing_fields) > 5 else "")
+            message = f"{len(crd.missing_fields)} fields of this version are missing: {fields}"
+            yield Severity.ERROR, f"crd/{crd.name}", message, remedy
+
+
+def object_is_unreadable(facts: ClusterFacts) -> Found:
+    """An object holds what this version does not know."""
+    for sentence in facts.invalid:
+        yield Severity.ERROR, "api", sentence, "use the plugin of the installed version, or correct the object"
+
+
+def release_is_incomplete(facts: ClusterFacts) -> Found:
+    """Operator or webhook is not installed or not running."""
+    for component, effect in (
+        ("operator", "pools are not reconciled"),
+        ("webhook", "labelled pods start, and are not injected"),
+    ):
+        workloads = [one for one in facts.workloads if one.component == component]
+        if not workloads:
+            yield Severity.ERROR, component, f"no Deployment: {effect}", "helm install kvoffload charts/kvoffload"
+        for one in workloads:
+            if one.num_ready < one.num_desired:
+                subject = f"deployment/{one.namespace}/{one.name}"
+                severity = Severity.WARNING if one.num_ready else Severity.ERROR
+                message = f"{one.num_ready} of {one.num_desired} replicas are ready" + (
+                    "" if one.num_ready else f": {effect}"
+                )
+                yield severity, subject, message, f"kubectl -n {one.namespace} describe deployment {one.name}"
+
+
+def webhook_is_not_trusted(facts: ClusterFacts) -> Found:
+    """The API server cannot call the webhook: no configuration, no authority, or one that did not sign."""
+    mutating = [one for one in facts.webhooks if one.kind == "mutating"]
+    if not mutating and facts.workloads:
+        yield (
+            Severity.ERROR,
+            "webhook",
+            "no MutatingWebhookConfiguration of the release: no pod is injected",
+            "helm upgrade kvoffload charts/kvoffload",
+        )
+    for webhook in facts.webhooks:
+        subject = f"{webhook.kind}webhookconfiguration/{webhook.configuration}"
+        namespace = webhook.service.partition("/")[0]
+        remedy = f"kubectl -n {namespace} logs -l app.kubernetes.io/component=operator --tail=-1 | grep -i certificate"
+        if not webhook.authorities:
+            message = "caBundle is empty: the API server trusts no certificate and injects nothing"
+            yield Severity.ERROR, subject, message, remedy
+        elif webhook.trusts_serving is False:
+            served = ", ".join(sorted({one.where for one in facts.serving_certificates}))
+            message = f"no certificate in caBundle signed the serving one ({served}): every call fails"
+            yield Severity.ERROR, subject, message, remedy
+
+
+def certificate_expires(facts: ClusterFacts) -> Found:
+    """A certificate is past its time, or nearly."""
+    authorities = [one for webhook in facts.webhooks for one in webhook.authorities]
+    newest: dict[str, datetime] = {}
+    for one in (*facts.serving_certificates, *authorities):
+        newest[one.where] = max(one.not_after, newest.get(one.where, one.not_after))
+    for where, not_after in sorted(newest.items()):
+        if not_after > facts.now + CERTIFICATE_WARNING:
+            continue
+        expired = not_after <= facts.now
+        yield (
+            Severity.ERROR if expired else Severity.WARNING,
+            where,
+            f"{'expired' if expired else 'expires'} {not_after:%Y-%m-%d %H:%M} UTC",
+            "restart the operator, which renews its own; a given or cert-manager certificate is renewed by its issuer",
+        )
