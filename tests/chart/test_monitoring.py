@@ -1,0 +1,75 @@
+"""The chart's monitoring templates: nothing without its switch, and what the switches bring is what is tested elsewhere."""
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from hack.cache import REPOSITORY, cache_root
+from hack.docs import dashboard
+
+CHART = REPOSITORY / "charts" / "kvoffload"
+SWITCHES = ("podMonitor", "prometheusRule", "dashboard")
+
+
+@pytest.fixture(scope="module")
+def helm() -> str:
+    found = sorted((cache_root() / "programs").glob("helm-*/helm"))
+    if not found:
+        pytest.skip("needs helm: `make cluster-up` builds it")
+    return str(found[-1])
+
+
+def render(helm: str, *values: str) -> dict[str, list[dict[str, Any]]]:
+    sets = [argument for value in values for argument in ("--set", value)]
+    command = [helm, "template", "rel", str(CHART), "--namespace", "ns", "--kube-version", "1.37.0", *sets]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    objects: dict[str, list[dict[str, Any]]] = {}
+    for one in yaml.safe_load_all(text):
+        if one:
+            objects.setdefault(one["kind"], []).append(one)
+    return objects
+
+
+@pytest.fixture(scope="module")
+def switched_on(helm: str) -> dict[str, list[dict[str, Any]]]:
+    labels = "monitoring.podMonitor.labels.release=prom,monitoring.prometheusRule.labels.release=prom"
+    return render(helm, *(f"monitoring.{switch}.enabled=true" for switch in SWITCHES), labels)
+
+
+def test_all_is_off_by_default(helm: str) -> None:
+    objects = render(helm)
+    assert not {"PodMonitor", "PrometheusRule"} & set(objects)
+    assert "ConfigMap" not in objects
+
+
+def test_pod_monitor_selects_our_pods_and_gives_daemons_pool_and_node(switched_on: dict[str, Any]) -> None:
+    (monitor,) = switched_on["PodMonitor"]
+    assert monitor["metadata"]["labels"]["release"] == "prom"
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["ns"]}
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    deployments = [one["spec"]["template"]["metadata"]["labels"] for one in switched_on["Deployment"]]
+    assert len(deployments) == 2
+    assert all(wanted <= labels.items() for labels in deployments)
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    ports = [
+        port["name"]
+        for one in switched_on["Deployment"]
+        for container in one["spec"]["template"]["spec"]["containers"]
+        for port in container["ports"]
+    ]
+    assert ports.count(endpoint["port"]) == 2
+    assert {"pool", "node"} <= {relabeling["targetLabel"] for relabeling in endpoint["relabelings"]}
+
+
+def test_prometheus_rule_holds_the_tested_rules(switched_on: dict[str, Any]) -> None:
+    (rule,) = switched_on["PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((CHART / "rules" / "kvoffload.yaml").read_text())
+
+
+def test_dashboard_is_the_generated_one_with_the_sidecars_label(switched_on: dict[str, Any]) -> None:
+    (config_map,) = switched_on["ConfigMap"]
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(config_map["data"]["kvoffload.json"]) == dashboard.build_dashboard()
