@@ -1,4 +1,4 @@
-"""The chart's monitoring templates: nothing without its switch, and what the switches bring is what is tested elsewhere."""
+"""The chart's monitoring templates: nothing without its switch; what the switches bring is tested elsewhere."""
 
 import json
 import subprocess
