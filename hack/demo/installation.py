@@ -32,7 +32,7 @@ def install_chart(kubernetes: Kubernetes, images: BuiltImages, *values: str) -> 
         )  # fmt: skip
     except StepError as failure:
         pods = kubernetes.describe_pods(namespace=NAMESPACE, selector="app.kubernetes.io/name=kvoffload")
-        raise StepError(f"{failure}\n{pods}", log=kubernetes.settings.logs / "pods") from failure
+        raise StepError(f"{failure}\n{pods}", log=kubernetes.settings.logs / "pods") from None
 
 
 def uninstall_chart(kubernetes: Kubernetes) -> None:

@@ -103,11 +103,16 @@ class Kubernetes:
             return self.kubectl(*arguments)
 
     def describe_pods(self, *, namespace: str, selector: str) -> str:
-        """Return what kubectl says about pods that do not become ready: their events are the reason."""
-        text = self.kubectl("describe", "pods", f"--namespace={namespace}", f"--selector={selector}")
-        events = text.rpartition("Events:")[2].strip()
+        """Return the state of pods that do not become ready, and the last warnings about them."""
         listed = self.kubectl("get", "pods", f"--namespace={namespace}", f"--selector={selector}").strip()
-        return f"{listed}\nevents:\n{events}"
+        names = {pod["metadata"]["name"] for pod in self.pods(namespace=namespace, selector=selector)}
+        events = self.get("events", namespace=namespace)["items"]
+        warnings = [
+            f"{event['involvedObject']['name']}: {event['reason']}: {event['message']}"
+            for event in events
+            if event["type"] == "Warning" and event["involvedObject"]["name"] in names
+        ]
+        return "\n".join([listed, *warnings[-5:]])
 
 
 def condition_status(manifest: dict[str, Any], kind: str) -> str:
