@@ -4,11 +4,14 @@ import json
 import re
 
 import pytest
+import yaml
 
 from e2e.user_tools import ToolOutputs, run_plugin
+from hack.cache import REPOSITORY
 from hack.console import wait_until
-from hack.demo.installation import delete_pool
+from hack.demo.installation import CHART, NAMESPACE, delete_pool
 from hack.demo.kubernetes import Kubernetes
+from hack.demo.prometheus import running_prometheus
 from hack.demo.run import POOL
 from hack.vllm.models import ensure_model
 
@@ -142,6 +145,81 @@ def test_doctor_names_what_is_wrong_with_the_remedy_and_ends_with_1(troubled: Ku
     (short,) = [one for name, one in found().items() if name.startswith("node_is_short_of_pages")]
     assert re.search(r"allocatable hugepages-2Mi is \S+, pool too-large needs 64Gi", short["message"])
     assert "sysctl -w vm.nr_hugepages=32768" in short["remedy"]
+
+
+def test_alerts_on_short_nodes_and_unready_pools_would_fire(troubled: Kubernetes, tmp_path) -> None:
+    """The rules' own expressions on a real Prometheus; their `for:` is promtool's to test."""
+    rules = {
+        rule["alert"]: rule["expr"]
+        for group in yaml.safe_load((CHART / "rules" / "kvoffload.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    }
+    with running_prometheus(troubled.settings, tmp_path) as prometheus:
+        for alert in ("KVOffloadNodesShortOfPages", "KVOffloadPoolNotReady"):
+            wait_until(
+                f"{alert} to have a reason",
+                lambda expression=rules[alert]: "too-large" in pools_of(prometheus.query(expression)),
+                timeout_seconds=90,
+                explain=lambda: f"node counts: {prometheus.query('kvoffload_operator_pool_nodes')}",
+            )
+
+
+def pools_of(samples: list[tuple[dict[str, str], float]]) -> set[str]:
+    return {labels.get("pool", "") for labels, _ in samples}
+
+
+@pytest.fixture
+def outdated_crd(release) -> Kubernetes:
+    """The pool's CRD without one field, as an older release leaves it behind."""
+    kubernetes = release.kubernetes
+    field = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/numaPolicy"
+    patch = json.dumps([{"op": "remove", "path": field}])
+    kubernetes.kubectl("patch", "crd", "kvoffloadpools.kvoffload.io", "--type=json", f"--patch={patch}")
+    yield kubernetes
+    kubernetes.kubectl("apply", "--server-side", "--force-conflicts", "-f", REPOSITORY / "crds")
+
+
+def test_doctor_names_the_fields_that_an_older_crd_lacks(outdated_crd: Kubernetes) -> None:
+    findings = run_plugin(outdated_crd, "doctor", "-o", "json").document["findings"]
+    (found,) = [one for one in findings if one["check"] == "crd_is_missing_or_outdated"]
+    assert found["subject"] == "crd/kvoffloadpools.kvoffload.io"
+    assert "spec.numaPolicy" in found["message"]
+    assert "crds/" in found["remedy"]
+
+
+@pytest.fixture
+def no_webhook(release) -> Kubernetes:
+    """The webhook's Deployment at no replica."""
+    kubernetes = release.kubernetes
+    in_namespace = f"--namespace={NAMESPACE}"
+    kubernetes.kubectl("scale", "deployment/kvoffload-webhook", "--replicas=0", in_namespace)
+    yield kubernetes
+    kubernetes.kubectl("scale", "deployment/kvoffload-webhook", "--replicas=2", in_namespace)
+    kubernetes.kubectl("rollout", "status", "deployment/kvoffload-webhook", in_namespace, "--timeout=90s")
+
+
+def test_doctor_names_a_webhook_without_replicas_and_a_pod_that_it_missed(no_webhook: Kubernetes) -> None:
+    stray = STRAY_POD.replace("never-made", "nowhere").replace("name: stray", "name: missed")
+
+    def found() -> dict[str, str]:
+        done = run_plugin(no_webhook, "doctor", "-o", "json")
+        return {f"{one['check']} {one['subject']}": one["message"] for one in done.document["findings"]}
+
+    webhook = f"release_is_incomplete deployment/{NAMESPACE}/kvoffload-webhook"
+    wait_until("doctor to miss the webhook", lambda: webhook in found(), timeout_seconds=60)
+    assert "0 of 0 replicas" in found()[webhook]
+    no_webhook.apply(NOWHERE)
+    no_webhook.apply(stray)
+    try:
+        assert "no webhook answered" in found()["pod_is_not_injected pod/demo/missed"]
+    finally:
+        no_webhook.delete("pod", "missed", namespace="demo")
+        delete_pool(no_webhook, name="nowhere")
+
+
+def test_kubectl_completes_the_plugin(release) -> None:
+    done = run_plugin(release.kubernetes, "pl", program="__complete")
+    assert done.output.splitlines() == ["plan", ":4"]
 
 
 def test_explain_says_why_a_pod_is_not_injected(troubled: Kubernetes) -> None:

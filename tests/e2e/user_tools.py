@@ -40,15 +40,15 @@ class ToolOutputs:
     picture: Path
 
 
-def run_plugin(kubernetes: Kubernetes, *arguments: str) -> Done:
-    """Run `kubectl kvoffload` through kubectl itself, as a user does."""
+def run_plugin(kubernetes: Kubernetes, *arguments: str, program: str = "") -> Done:
+    """Run `kubectl kvoffload` through kubectl itself, as a user does; `program`: `__complete`, as a shell does."""
     environment = os.environ | {
         "KUBECONFIG": str(kubernetes.settings.kubeconfig),
         "PATH": f"{Path(sys.executable).parent}:{kubernetes.settings.binaries}:{os.environ['PATH']}",
         "COLUMNS": "160",
         "NO_COLOR": "1",
     }
-    command = ["kubectl", "kvoffload", *arguments]
+    command = ["kubectl", *([program] if program else []), "kvoffload", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 

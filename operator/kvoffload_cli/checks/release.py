@@ -47,13 +47,15 @@ def release_is_incomplete(facts: ClusterFacts) -> Found:
         if not workloads:
             yield Severity.ERROR, component, f"no Deployment: {effect}", "helm install kvoffload charts/kvoffload"
         for one in workloads:
-            if one.num_ready < one.num_desired:
+            if one.num_ready < max(1, one.num_desired):
                 subject = f"deployment/{one.namespace}/{one.name}"
                 severity = Severity.WARNING if one.num_ready else Severity.ERROR
                 message = f"{one.num_ready} of {one.num_desired} replicas are ready" + (
                     "" if one.num_ready else f": {effect}"
                 )
-                yield severity, subject, message, f"kubectl -n {one.namespace} describe deployment {one.name}"
+                look = f"kubectl -n {one.namespace} describe deployment {one.name}"
+                scale = f"kubectl -n {one.namespace} scale deployment {one.name} --replicas=1"
+                yield severity, subject, message, look if one.num_desired else scale
 
 
 def webhook_is_not_trusted(facts: ClusterFacts) -> Found:

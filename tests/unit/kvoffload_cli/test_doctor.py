@@ -6,7 +6,19 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import NOW, SYSTEM, Authority, FixtureReader, ailing, healthy, node, pod, pool, secret
+from fixtures.cli.cluster import (
+    NOW,
+    SYSTEM,
+    Authority,
+    FixtureReader,
+    ailing,
+    deployment,
+    healthy,
+    node,
+    pod,
+    pool,
+    secret,
+)
 from fixtures.cli.cluster import webhook_configuration as configuration
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
@@ -100,3 +112,13 @@ def test_two_pools_that_fit_together_are_fine() -> None:
     status = objects[POOLS][0]["status"]  # type: ignore[index]
     objects[POOLS] = [pool("llm", capacity="32Gi", status=status), pool("second", capacity="32Gi", status=status)]
     assert "pools_overlap" not in {finding.check for finding in findings_of(objects)}
+
+
+def test_a_deployment_scaled_to_nothing_is_an_error_with_the_scale_command() -> None:
+    objects = healthy()
+    nothing = deployment("webhook", ready=0)
+    nothing["spec"]["replicas"] = 0
+    objects["/apis/apps/v1/deployments"] = [deployment("operator"), nothing]
+    (found,) = findings_of(objects)
+    assert found.severity is Severity.ERROR
+    assert "scale deployment kvoffload-webhook" in found.remedy
