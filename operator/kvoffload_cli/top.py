@@ -4,8 +4,10 @@ Reads each daemon's /metrics through the API server's proxy, so it needs `get` o
 namespace; a node whose metrics cannot be read shows why.
 """
 
+import contextlib
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated
@@ -64,17 +66,25 @@ def command(
     """Use, hits and rates of every node, refreshed until interrupted."""
     reader = ClusterReader(kubeconfig=kubeconfig, context=context)
     console = make_console()
+    frames = watch(reader, interval_seconds=interval, iterations=iterations)
+    with contextlib.suppress(KeyboardInterrupt):
+        if console.is_terminal:
+            with Live(console=console, auto_refresh=False) as live:
+                for frame in frames:
+                    live.update(frame, refresh=True)
+        else:
+            for frame in frames:
+                console.print(frame)
+
+
+def watch(reader: Reader, *, interval_seconds: float, iterations: int) -> Iterator[Group]:
+    """A table every interval, with the rates of that interval; 0 iterations: without end."""
     before = observe_samples(reader)
-    shown = 0
-    with Live(console=console, auto_refresh=False) as live:
-        try:
-            while iterations == 0 or shown < iterations:
-                time.sleep(interval)
-                after = observe_samples(reader)
-                live.update(render(before, after, now=datetime.now(UTC)), refresh=True)
-                before, shown = after, shown + 1
-        except KeyboardInterrupt:
-            return
+    for _ in itertools.count() if iterations == 0 else range(iterations):
+        time.sleep(interval_seconds)
+        after = observe_samples(reader)
+        yield render(before, after, now=datetime.now(UTC))
+        before = after
 
 
 def observe_samples(reader: Reader) -> list[NodeSample]:
