@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
@@ -47,20 +47,20 @@ def build_registry(view: ClusterView, on_dirty: OnDirty) -> kopf.OperatorRegistr
         on_event.__name__ = f"on_{kind}"
         return on_event
 
-    # the registry's decorators are untyped for partial handlers; each of these is one watch
-    kopf.on.event(GROUP, VERSION, POOL_PLURAL, registry=registry)(handle(view.update_pool, POOL_PLURAL))  # type: ignore[arg-type]
-    kopf.on.event(GROUP, VERSION, REGION_PLURAL, registry=registry)(handle(view.update_region, REGION_PLURAL))  # type: ignore[arg-type]
-    kopf.on.event("v1", "nodes", registry=registry)(handle(view.update_node, "nodes"))  # type: ignore[arg-type]
+    kopf.on.event(GROUP, VERSION, POOL_PLURAL, registry=registry)(handle(view.update_pool, POOL_PLURAL))
+    kopf.on.event(GROUP, VERSION, REGION_PLURAL, registry=registry)(handle(view.update_region, REGION_PLURAL))
+    kopf.on.event("v1", "nodes", registry=registry)(handle(view.update_node, "nodes"))
     kopf.on.event("apps", "v1", "daemonsets", registry=registry, labels={DAEMON_OF_LABEL: kopf.PRESENT})(
-        handle(view.update_daemonset, "daemonsets")  # type: ignore[arg-type]
+        handle(view.update_daemonset, "daemonsets")
     )
     kopf.on.event("v1", "pods", registry=registry, labels={POOL_LABEL: kopf.PRESENT})(
-        handle(view.update_pod, "pods", namespaced=True)  # type: ignore[arg-type]
+        handle(view.update_pod, "pods", namespaced=True)
     )
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+        # by KUBERNETES_SERVICE_HOST: kopf's own service-account login asks DNS, which may start after us
+        return kopf.login_via_client(**kwargs)
 
     return registry
 
@@ -92,7 +92,7 @@ async def watch_cluster(
             registry=build_registry(view, on_dirty),
             settings=build_kopf_settings(),
             standalone=True,
-            identity=identity,  # type: ignore[arg-type] -- a NewType that kopf does not export; its own guess needs a passwd entry
+            identity=cast(Any, identity),  # a NewType that kopf does not export; its own guess needs a passwd entry
             clusterwide=True,
             stop_flag=stop,
             ready_flag=ready,

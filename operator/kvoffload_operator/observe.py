@@ -251,9 +251,23 @@ class ClusterView:
         self.regions: dict[str, KVOffloadRegion] = {}
         self.daemonsets: dict[str, ObservedDaemonSet] = {}
         self.pods: dict[str, ObservedPod] = {}
+        self._versions: dict[tuple[str, str], int] = {}
+
+    def _is_stale(self, kind: str, manifest: Manifest) -> bool:
+        """Whether something newer of this object was seen: our own writes are, before their events come."""
+        metadata = manifest["metadata"]
+        version, key = metadata.get("resourceVersion", ""), (kind, metadata["uid"])
+        if not version.isdigit():
+            return False
+        if int(version) < self._versions.get(key, 0):
+            return True
+        self._versions[key] = int(version)
+        return False
 
     def update_pool(self, manifest: Manifest) -> Dirty:
         """A pool was seen; a change of its spec may matter to the others that it overlaps."""
+        if self._is_stale("kvoffloadpools", manifest):
+            return NOTHING
         fact = observe_pool(manifest)
         before = self.pools.get(fact.name)
         if fact == before:
@@ -265,6 +279,8 @@ class ClusterView:
 
     def update_node(self, manifest: Manifest) -> Dirty:
         """A node was seen; heartbeats change nothing that is kept."""
+        if self._is_stale("nodes", manifest):
+            return NOTHING
         fact = observe_node(manifest)
         before = self.nodes.get(fact.name)
         if fact == before:
@@ -274,6 +290,8 @@ class ClusterView:
 
     def update_region(self, manifest: Manifest) -> Dirty:
         """A region was seen."""
+        if self._is_stale("kvoffloadregions", manifest):
+            return NOTHING
         fact = observe_region(manifest)
         if fact == self.regions.get(fact.name):
             return NOTHING
@@ -283,6 +301,8 @@ class ClusterView:
 
     def update_daemonset(self, manifest: Manifest) -> Dirty:
         """A DaemonSet of ours was seen."""
+        if self._is_stale("daemonsets", manifest):
+            return NOTHING
         fact = observe_daemonset(manifest)
         if fact == self.daemonsets.get(fact.name):
             return NOTHING

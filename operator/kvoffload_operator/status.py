@@ -250,6 +250,12 @@ def find_transitions(previous: Mapping[str, Any], status: KVOffloadPoolStatus) -
     changed = []
     for condition in status.conditions:
         old = find(before, condition.type)
-        if old is None or (old.status, old.reason) != (condition.status, condition.reason):
-            changed.append(Transition(condition))
+        change = Transition(condition)
+        if old is None:
+            # a new pool: only what is wrong is news, and whether it is ready
+            is_news = change.is_warning or condition.type == PoolCondition.READY
+        else:
+            is_news = (old.status, old.reason) != (condition.status, condition.reason)
+        if is_news:
+            changed.append(change)
     return changed

@@ -261,16 +261,17 @@ class PoolReconciler:
 
     async def _apply(self, observed: ObservedPool, plan: PoolPlan) -> None:
         if plan.daemonset is not None:
-            await self._kube.apply(DAEMONSETS, plan.daemonset, field_manager=OPERATOR_FIELD_MANAGER)
+            written = await self._kube.apply(DAEMONSETS, plan.daemonset, field_manager=OPERATOR_FIELD_MANAGER)
+            self._view.update_daemonset(written)
         for name, uid in plan.regions_to_delete:
             await self._kube.delete(REGIONS, name, uid=uid)
         for node, labels in plan.labels_to_remove.items():
-            await label_node(self._kube, node, dict.fromkeys(labels))
+            await label_node(self._kube, self._view, node, dict.fromkeys(labels))
         await self._apply_nodes(plan.nodes)
         if plan.status is None:
             return
         try:
-            await self._kube.apply(
+            written = await self._kube.apply(
                 POOLS,
                 {"metadata": {"name": observed.name}, "status": plan.status.to_manifest()},
                 field_manager=OPERATOR_FIELD_MANAGER,
@@ -280,6 +281,7 @@ class PoolReconciler:
             if error.is_not_found:  # deleted meanwhile: its own event follows
                 return
             raise
+        self._view.update_pool(written)
         for transition in find_transitions(observed.status, plan.status):
             await self._recorder.record_condition(
                 Regarding.pool(observed.name, observed.uid), transition.condition, warning=transition.is_warning
@@ -288,7 +290,7 @@ class PoolReconciler:
     async def _apply_nodes(self, plans: tuple[NodePlan, ...]) -> None:
         async def one(plan: NodePlan) -> None:
             async with self._slots:
-                await apply_node(self._kube, plan)
+                await apply_node(self._kube, self._view, plan)
 
         outcomes = await asyncio.gather(*(one(plan) for plan in plans if plan.num_writes), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -304,4 +306,4 @@ class PoolReconciler:
         if daemonset is not None:
             await self._kube.delete(DAEMONSETS, daemonset.name, namespace=self._options.namespace, uid=daemonset.uid)
         for node, labels in plan_absent_pool(name, tuple(self._view.nodes.values())).items():
-            await label_node(self._kube, node, dict.fromkeys(labels))
+            await label_node(self._kube, self._view, node, dict.fromkeys(labels))

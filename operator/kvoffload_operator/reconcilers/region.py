@@ -18,6 +18,7 @@ from kvoffload.api.keys import (
 from kvoffload.api.pool import Mode
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload_operator.kube import NODES, REGIONS, ApiServerError, KubeClient
+from kvoffload_operator.observe import ClusterView
 from kvoffload_operator.policies.node import (
     NODE_CHECKS,
     REPORT_CHECKS,
@@ -108,13 +109,13 @@ def _labels(facts: NodeFacts, pool: str, *, ready: bool, runs: bool, may_create:
     return changes
 
 
-async def apply_node(kube: KubeClient, plan: NodePlan) -> None:
-    """Write region, condition and labels, in this order."""
+async def apply_node(kube: KubeClient, view: ClusterView, plan: NodePlan) -> None:
+    """Write region, condition and labels, in this order; the view learns what became of them at once."""
     if plan.region is not None:
-        await kube.apply(REGIONS, plan.region, field_manager=OPERATOR_FIELD_MANAGER)
+        view.update_region(await kube.apply(REGIONS, plan.region, field_manager=OPERATOR_FIELD_MANAGER))
     if plan.node_ready is not None:
         # never forced: the daemon owns the other conditions
-        await kube.apply(
+        written = await kube.apply(
             REGIONS,
             {
                 "metadata": {"name": plan.region_name},
@@ -124,14 +125,15 @@ async def apply_node(kube: KubeClient, plan: NodePlan) -> None:
             force=False,
             subresource="status",
         )
+        view.update_region(written)
     if plan.labels:
-        await label_node(kube, plan.node, plan.labels)
+        await label_node(kube, view, plan.node, plan.labels)
 
 
-async def label_node(kube: KubeClient, node: str, labels: Mapping[str, str | None]) -> None:
+async def label_node(kube: KubeClient, view: ClusterView, node: str, labels: Mapping[str, str | None]) -> None:
     """Set or remove labels; a node that is gone needs none."""
     try:
-        await kube.merge_patch(NODES, node, {"metadata": {"labels": dict(labels)}})
+        view.update_node(await kube.merge_patch(NODES, node, {"metadata": {"labels": dict(labels)}}))
     except ApiServerError as error:
         if not error.is_not_found:
             raise

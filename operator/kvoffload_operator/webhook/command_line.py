@@ -189,14 +189,19 @@ def _simple_commands(script: str, variables: dict[str, str | None], positional: 
         if token in _SEPARATORS or set(token) <= set(";&|()"):
             assigned = list(_leading_assignments(simple))
             if assigned and len(assigned) == len(simple):
-                variables.update(assignment.split("=", 1) for assignment in assigned)  # kept for what follows
+                variables.update(_split_assignment(word) for word in assigned)  # kept for what follows
             elif simple[:1] == ["export"]:
-                variables.update(word.split("=", 1) for word in simple[1:] if _ASSIGNMENT.match(word))
+                variables.update(_split_assignment(word) for word in simple[1:] if _ASSIGNMENT.match(word))
             else:
                 yield simple
             simple = []
         else:
             simple.extend(_expand_shell(token, variables, positional))
+
+
+def _split_assignment(word: str) -> tuple[str, str | None]:
+    name, _, value = word.partition("=")
+    return name, None if UNKNOWN in value else value
 
 
 def _leading_assignments(words: Sequence[str]) -> Iterator[str]:
