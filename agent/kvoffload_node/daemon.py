@@ -212,13 +212,12 @@ class Daemon:
 
     def _open(self) -> Running:
         assert self._spec is not None
-        boot_id = (self.paths.proc / "sys/kernel/random/boot_id").read_text().strip()
         holder: list[Registry] = []
         region = Region(
             self._spec,
             mount=read_mount(self.settings.hugepages),
             state_folder=self.settings.state,
-            boot_id=boot_id,
+            paths=self.paths,
             revoke=lambda tenant, positions: holder[0].revoke(tenant, positions),
         )
         registry = Registry(
@@ -227,7 +226,6 @@ class Daemon:
             quarantine_seconds=self.settings.quarantine_seconds,
         )
         holder.append(registry)
-        registry.recover()
         return Running(region, registry, Server(registry, self.settings.handoff_socket))
 
     async def _reserve(self, region: Region) -> None:
@@ -236,7 +234,7 @@ class Daemon:
             try:
                 region.reserve_pages()
                 self._pages_problem = ("", "")
-                log.info("%s of pages are reserved", format_bytes(region.span_bytes))
+                log.info("%s of pages are reserved", format_bytes(region.capacity_bytes))
                 region.extents.wake()
                 return
             except PagesUnavailable as error:
@@ -274,7 +272,7 @@ class Daemon:
         elif running is None or not running.region.pages_reserved:
             ready = Finding(RegionCondition.READY, False, pages.reason, pages.message)
         else:
-            capacity, extent = running.region.span_bytes, running.region.extent_bytes
+            capacity, extent = running.region.capacity_bytes, running.region.extent_bytes
             message = f"engines can attach; {format_bytes(capacity)} in extents of {format_bytes(extent)}"
             ready = Finding(RegionCondition.READY, True, RegionReason.SERVING, message)
         return [ready, pages, self._degraded_finding()]
@@ -296,9 +294,11 @@ class Daemon:
         if running.region.extents.problem:
             return Finding(kind, False, RegionReason.PAGES_UNAVAILABLE, running.region.extents.problem)
         if not running.region.mount.is_hugetlbfs:
-            message = f"{format_bytes(running.region.span_bytes)} of shared memory in pages of 4 KiB, as fallback says"
+            message = (
+                f"{format_bytes(running.region.capacity_bytes)} of shared memory in pages of 4 KiB, as fallback says"
+            )
             return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
-        capacity, page = running.region.span_bytes, running.region.mount.page_bytes
+        capacity, page = running.region.capacity_bytes, running.region.mount.page_bytes
         message = f"{format_bytes(capacity)} reserved in pages of {format_bytes(page)}"
         return Finding(kind, True, RegionReason.PAGES_RESERVED, message)
 
@@ -308,6 +308,12 @@ class Daemon:
         if running is not None and not running.region.mount.is_hugetlbfs:
             message = "there are no huge pages: shared memory in pages of 4 KiB is slower to copy and to register"
             return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
+        if running is not None and running.region.extents.surplus:
+            message = (
+                f"{running.region.extents.surplus} extents above the lowered capacity are still leased or mapped; they "
+                "go as engines let go of them"
+            )
+            return Finding(kind, True, RegionReason.SHRINK_WAITS, message)
         if running is not None and running.server.attachers == 0 and self.settings.region_file is None:
             return Finding(
                 kind, True, RegionReason.ATTACHER_MISSING, "the attacher is not connected: no new pod attaches"
@@ -370,8 +376,18 @@ class Daemon:
         if self.running is not None:
             keep, why = await self._must_keep_files()
             log.info("stopping: the files are %s (%s)", "kept" if keep else "unlinked", why)
+            if not keep:
+                await self._give_back_pages(self.running)
             self.running.registry.close()
             self.running.region.close(unlink=not keep)
+
+    async def _give_back_pages(self, running: Running) -> None:
+        """Engines unmap what they have; pages of those that do not answer go when they end."""
+        try:
+            async with asyncio.timeout(self.settings.drain_seconds):
+                await running.region.extents.give_back_all()
+        except TimeoutError:
+            log.warning("some engines still map the region: its pages are free when they end")
 
     async def _must_keep_files(self) -> tuple[bool, str]:
         if self._spec is not None and self._spec.reclaim_policy is ReclaimPolicy.RETAIN:

@@ -87,7 +87,7 @@ class NodeCollector(Collector):
         states_of_sessions = ("connected", "disconnected")
         yield _gauge("kvoffload_sessions", {(("state", state),): sessions[state] for state in states_of_sessions})
         yield _gauge("kvoffload_attachers", {(): running.server.attachers})
-        counters = registry.counters
+        counters = registry.traffic.counters
         yield _counter(
             "kvoffload_lookups", {(("result", "hit"),): counters.hits, (("result", "miss"),): counters.misses}
         )

@@ -32,13 +32,20 @@ class ColdExtents:
     def __init__(self, index: "TenantIndex") -> None:
         self._index = index
         self._heap: list[tuple[int, int]] = []
+        self._positions: set[int] = set()
+        """In the heap, each once: one that was cut again is found under its older tick."""
 
     def add(self, extent: Extent) -> None:
         """Count an extent that was just cut."""
-        heapq.heappush(self._heap, (extent.last_used, extent.position))
+        if extent.position not in self._positions:
+            self._positions.add(extent.position)
+            heapq.heappush(self._heap, (extent.last_used, extent.position))
 
-    def coldest(self, *, before: int, account: Account) -> Extent | None:
-        """The coldest extent last used before tick `before` that is not busy and that `account` may evict."""
+    def coldest(self, *, before: int, account: Account | None) -> Extent | None:
+        """The coldest extent last used before tick `before` that is not busy and that `account` may evict.
+
+        No account: the pool itself, which nobody's guarantee holds up.
+        """
         heap, extents = self._heap, self._index.extents
         set_aside = []
         found = None
@@ -47,9 +54,10 @@ class ColdExtents:
             extent = extents.get(position)
             if extent is None:
                 heapq.heappop(heap)
+                self._positions.discard(position)
             elif extent.last_used != tick:
                 heapq.heapreplace(heap, (extent.last_used, position))
-            elif self._index.is_busy(extent) or not self._may_evict(extent, account):
+            elif self._index.is_busy(extent) or not (account is None or self._may_evict(extent, account)):
                 set_aside.append(heapq.heappop(heap))
             else:
                 found = extent
@@ -61,8 +69,7 @@ class ColdExtents:
     def _may_evict(self, extent: Extent, account: Account) -> bool:
         held: dict[Account, int] = {}
         stride = extent.slab.slot_bytes
-        begin = extent.position * self._index.extent_bytes
-        for offset in range(begin, begin + extent.num_slots * stride, stride):
+        for offset in extent.offsets(self._index.extent_bytes):
             slot = self._index.ready.get(offset)
             if slot is not None:
                 held[slot.account] = held.get(slot.account, 0) + stride

@@ -4,7 +4,7 @@ Runs in the node daemon; written by `tenant.py`, read once at start. A file that
 record a slot; the page cache outlives a killed daemon, and a record torn by the kill does not match its checksum.
 
     <state>/tenant-<digest>.journal
-    | extent table: an entry for each position | records of position 0 | records of position 1 | ...
+    | entry of position 0 | its records ... | entry of position 1 | its records ... |          (grows at its end)
 
     entry     0: no pages; UNCUT: pages and no slots; else: pages, cut into slots of so many bytes
 
@@ -64,12 +64,13 @@ class TenantJournal:
         self.path = path
         self.extent_bytes = extent_bytes
         self._num_extents = num_extents
-        self._slots_per_extent = extent_bytes // MIN_SLOT_BYTES
-        self._table_bytes = -(-num_extents * _EXTENT.size // 4096) * 4096
-        length = self._table_bytes + num_extents * self._slots_per_extent * RECORD_BYTES
+        most_slots = extent_bytes // MIN_SLOT_BYTES
+        self._position_bytes = -(-(_EXTENT.size + most_slots * RECORD_BYTES) // 4096) * 4096
+        length = num_extents * self._position_bytes
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(descriptor, length)
+            if os.fstat(descriptor).st_size < length:
+                os.ftruncate(descriptor, length)
             self._map = mmap.mmap(descriptor, length)
         finally:
             os.close(descriptor)
@@ -94,13 +95,14 @@ class TenantJournal:
     def extent(self, position: int, slot_bytes: int) -> None:
         """The extent at `position` has no pages (0), is UNCUT, or is cut into slots of this size; none is in use."""
         packed = _EXTENT.pack(slot_bytes, zlib.crc32(slot_bytes.to_bytes(8, "little"))) if slot_bytes else _NO_EXTENT
-        self._map[position * _EXTENT.size : (position + 1) * _EXTENT.size] = packed
+        begin = position * self._position_bytes
+        self._map[begin : begin + _EXTENT.size] = packed
 
     def read_extents(self) -> dict[int, int]:
         """Slot bytes of each position that has pages, UNCUT where it has no slots (or a torn entry)."""
         found = {}
         for position in range(self._num_extents):
-            slot_bytes, checksum = _EXTENT.unpack_from(self._map, position * _EXTENT.size)
+            slot_bytes, checksum = _EXTENT.unpack_from(self._map, position * self._position_bytes)
             if slot_bytes or checksum:
                 whole = zlib.crc32(slot_bytes.to_bytes(8, "little")) == checksum
                 found[position] = slot_bytes if whole else UNCUT
@@ -132,7 +134,7 @@ class TenantJournal:
 
     def _begin(self, offset: int, slot_bytes: int) -> int:
         position, within = divmod(offset, self.extent_bytes)
-        return self._table_bytes + (position * self._slots_per_extent + within // slot_bytes) * RECORD_BYTES
+        return position * self._position_bytes + _EXTENT.size + within // slot_bytes * RECORD_BYTES
 
     def _put(
         self, offset: int, slot_bytes: int, state: int, namespace: int, account: int, number: int, key: bytes

@@ -45,6 +45,11 @@ class Extent:
     last_used: int = 0
     """Tick of the last release or seal in it: the whole extent is at least this cold."""
 
+    def offsets(self, extent_bytes: int) -> range:
+        """Offset of every slot in it."""
+        begin = self.position * extent_bytes
+        return range(begin, begin + self.num_slots * self.slab.slot_bytes, self.slab.slot_bytes)
+
 
 @dataclass(slots=True, eq=False)
 class Slab:
@@ -71,12 +76,26 @@ class ReadySlot:
     """Where it waits to be evicted while nobody leases it."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class WriteOwner:
+    """Who was given slots to write: an engine, or nobody any more."""
+
+    number: int
+    """In the journal."""
+    storer: int
+    """What READY slots are marked with; an engine takes another number for each generation."""
+    world_size: int
+    num_writes: int = 0
+    """Slots it has in state WRITING."""
+    retired: set[int] = field(default_factory=set)
+    """Storer numbers of its earlier generations: it does not hit those, and replaces them."""
+
+
 @dataclass(slots=True, eq=False)
 class Write:
     """A slot in state WRITING."""
 
-    owner: object
-    """The engine it was given to."""
+    owner: WriteOwner
     account: Account
     storer: int
     pending: int

@@ -1,4 +1,4 @@
-"""One tenant's index: look-ups, leases, reservations and seals. The hot paths of the daemon.
+"""One tenant's index: leases, reservations and seals. The hot paths of the daemon.
 
 Runs in the node daemon's event loop, one call a message, never two at once; called by `session/` and
 `region/extents.py`. Offsets are byte offsets into the tenant's file. A holder is one session's leases: `dict` of
@@ -6,14 +6,14 @@ offset to count.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 from kvoffload.errors import ProtocolError
 from kvoffload_node.index.eviction import ColdExtents, coldest_slot
-from kvoffload_node.index.journal import UNCUT, SlotRecord, SlotState, TenantJournal
+from kvoffload_node.index.journal import UNCUT, TenantJournal
 from kvoffload_node.index.quotas import Account
-from kvoffload_node.index.slots import MIN_SLOT_BYTES, Extent, Namespace, ReadySlot, Slab, Write
+from kvoffload_node.index.slots import MIN_SLOT_BYTES, Extent, Namespace, ReadySlot, Slab, Write, WriteOwner
 
 Holder = dict[int, int]
 
@@ -29,8 +29,21 @@ class Supply(Enum):
     """No extent can be had: evict a slot of the slab itself."""
 
 
+class Shortage:
+    """Why a reservation brings fewer slots than were asked for; on the wire in `Reserved.reason`."""
+
+    QUOTA_LIMIT = "QuotaLimit"
+    """The Kubernetes namespace is at its limit, and nothing of its own can be evicted."""
+    ALLOCATING = "Allocating"
+    """Pages are being allocated: ask again soon."""
+    ALL_LEASED = "AllLeased"
+    """Every slot is leased, being written, or guaranteed to others."""
+    RECOVERING = "Recovering"
+    """An engine of before the restart has not yet said what it holds: nothing is evicted until it has, or is dead."""
+
+
 class Clock:
-    """Ticks once a message: the order of uses, for eviction. Shared by all tenants."""
+    """Ticks with every message that uses a slot: the order of uses, for eviction. Shared by all tenants."""
 
     __slots__ = ("tick",)
 
@@ -47,6 +60,8 @@ class TenantIndex:
         self.clock = clock
         self.journal = journal
         self.namespaces: dict[int, Namespace] = {}
+        self.dropped = Namespace(0, b"", 0)
+        """Of ORPHANED slots whose key was lost in a restart."""
         self.slabs: dict[int, Slab] = {}
         self.extents: dict[int, Extent] = {}
         """By position, those that belong to a slab."""
@@ -59,10 +74,11 @@ class TenantIndex:
         """How many holders lease a slot."""
         self.cold = ColdExtents(self)
         self.evicted_bytes: dict[str, int] = {}
+        """By reason."""
         self.may_evict = True
         """False after a restart until every engine of before has said what it holds, or is dead."""
 
-    # --- look-ups and leases ----------------------------------------------------------------------------------------
+    # --- leases -----------------------------------------------------------------------------------------------------
 
     def lease_hits(self, holder: Holder, offsets: Sequence[int], storer: int) -> int:
         """Lease each slot that a look-up found. Returns how many another engine than `storer` has stored."""
@@ -71,7 +87,7 @@ class TenantIndex:
         return sum(ready[offset].storer != storer for offset in offsets)
 
     def lease(self, holder: Holder, offsets: Iterable[int]) -> None:
-        """One more lease on each; they must be READY."""
+        """One more lease on each; they must be READY or ORPHANED."""
         leases = self.leases
         ready = self.ready
         for offset in offsets:
@@ -130,8 +146,7 @@ class TenantIndex:
             del leases[offset]
             if offset in self.orphans:
                 self.orphans.discard(offset)
-                slot = ready.pop(offset)
-                self._free(offset, slot.account)
+                self._free(offset, ready.pop(offset).account)
                 continue
             ready[offset].lru[offset] = tick
             positions.add(offset // extent_bytes)
@@ -153,11 +168,8 @@ class TenantIndex:
         slab: Slab,
         count: int,
         *,
-        owner: object,
-        owner_number: int,
+        owner: WriteOwner,
         account: Account,
-        storer: int,
-        ranks: int,
         find_extent: Callable[[int], Supply],
     ) -> tuple[list[int], str]:
         """Up to `count` slots to write, and why not all came ("" if they did).
@@ -167,38 +179,43 @@ class TenantIndex:
         """
         self.clock.tick += 1
         offsets: list[int] = []
-        stride = slab.slot_bytes
-        pending = (1 << ranks) - 1
         while len(offsets) < count:
-            if not account.has_room(stride):
-                offset = self._evict_own(slab, account)
-                if offset is None:
-                    return offsets, "QuotaLimit"
-            elif slab.partial:
+            offset, why = self._take_slot(slab, account, find_extent)
+            if offset is None:
+                return offsets, why
+            account.used_bytes += slab.slot_bytes
+            self.writes[offset] = Write(owner, account, owner.storer, (1 << owner.world_size) - 1)
+            owner.num_writes += 1
+            self.journal.writing(offset, slab.slot_bytes, owner.number)
+            offsets.append(offset)
+        return offsets, ""
+
+    def _take_slot(self, slab: Slab, account: Account, find_extent: Callable[[int], Supply]) -> tuple[int | None, str]:
+        """One slot that belongs to nobody from now on, or why there is none."""
+        while not account.has_room(slab.slot_bytes):
+            if not self._evict_own(account):
+                return None, Shortage.QUOTA_LIMIT
+        while True:
+            if slab.partial:
                 extent = next(iter(slab.partial.values()))
                 offset = extent.free.pop()
                 if not extent.free:
                     del slab.partial[extent.position]
-            elif self.spare:
+                return offset, ""
+            if self.spare:
                 self._cut(self.spare.pop(), slab)
                 continue
-            else:
-                oldest = coldest_slot(slab, account) if self.may_evict else None
-                supply = find_extent(oldest[1] if oldest else self.clock.tick)
-                if supply is Supply.SPARE:
-                    continue
-                if supply is Supply.GROWING:
-                    return offsets, "Allocating"
+            oldest = coldest_slot(slab, account) if self.may_evict else None
+            supply = find_extent(oldest[1] if oldest else self.clock.tick)
+            if supply is Supply.GROWING:
+                return None, Shortage.ALLOCATING
+            if supply is Supply.NONE:
                 if oldest is None:
-                    return offsets, "AllLeased" if self.may_evict else "Recovering"
-                offset = self._evict(oldest[0])
-            account.used_bytes += stride
-            self.writes[offset] = Write(owner, account, storer, pending)
-            self.journal.writing(offset, stride, owner_number)
-            offsets.append(offset)
-        return offsets, ""
+                    return None, Shortage.ALL_LEASED if self.may_evict else Shortage.RECOVERING
+                self._evict(oldest[0], "Capacity")
+                return oldest[0], ""
 
-    def assign(self, owner: object, namespace: Namespace, pairs: Iterable[tuple[int, bytes]]) -> list[int]:
+    def assign(self, owner: WriteOwner, namespace: Namespace, pairs: Iterable[tuple[int, bytes]]) -> list[int]:
         """Say which key each reserved slot gets. Returns offsets that became READY. Raises ProtocolError."""
         published = []
         for offset, key in pairs:
@@ -211,7 +228,7 @@ class TenantIndex:
                 published.append(offset)
         return published
 
-    def seal(self, owner: object, rank: int, offsets: Iterable[int]) -> list[int]:
+    def seal(self, owner: WriteOwner, rank: int, offsets: Iterable[int]) -> list[int]:
         """Rank `rank` has written its part. Returns offsets that became READY. Raises ProtocolError."""
         published = []
         done = ~(1 << rank)
@@ -222,7 +239,7 @@ class TenantIndex:
                 published.append(offset)
         return published
 
-    def fail(self, owner: object, rank: int, offsets: Iterable[int]) -> None:
+    def fail(self, owner: WriteOwner, rank: int, offsets: Iterable[int]) -> None:
         """These slots get no bytes from rank `rank` (-1: the scheduler). Raises ProtocolError.
 
         A slot without a key is free at once: nobody was told to write it. One that has a key is free when every rank
@@ -238,7 +255,7 @@ class TenantIndex:
             if not write.pending:
                 self._abandon(offset, write)
 
-    def end_writes(self, owner: object, ranks_gone: int) -> int:
+    def end_writes(self, owner: WriteOwner, ranks_gone: int) -> int:
         """The ranks in this bit mask will never write again. Returns how many slots became free.
 
         Called when their processes are dead and the quarantine is over.
@@ -254,27 +271,33 @@ class TenantIndex:
         return freed
 
     def drop(self, holder: Holder, offsets: Iterable[int]) -> None:
-        """The bytes of these READY slots, leased by the holder, are wrong: nobody hits them again."""
+        """The bytes of these slots, leased by the holder, are wrong: nobody hits them again. Raises ProtocolError."""
         for offset in offsets:
             if offset not in holder:
                 raise ProtocolError(f"drop of slot {offset}, which this session does not lease")
-            self._orphan(offset)
+            self.forget(offset)
 
-    def _orphan(self, offset: int) -> None:
-        slot = self.ready[offset]
+    def forget(self, offset: int) -> None:
+        """Take a READY slot from its key; it is free when nobody leases it any more."""
         if offset in self.orphans:
             return
-        if slot.namespace.ready.get(slot.key) == offset:
-            del slot.namespace.ready[slot.key]
+        slot = self.ready[offset]
+        del slot.namespace.ready[slot.key]
         if offset in self.leases:
             self.orphans.add(offset)
             self.journal.orphaned(offset, self.extents[offset // self.extent_bytes].slab.slot_bytes)
         else:
-            slot.lru.pop(offset, None)
+            del slot.lru[offset]
             del self.ready[offset]
             self._free(offset, slot.account)
 
-    def _write_of(self, owner: object, offset: int) -> Write:
+    def unassigned(self, owner: WriteOwner) -> Iterator[int]:
+        """Slots that the owner has reserved and not yet given a key."""
+        for offset, write in self.writes.items():
+            if write.owner is owner and write.namespace is None and not write.restored:
+                yield offset
+
+    def _write_of(self, owner: WriteOwner, offset: int) -> Write:
         write = self.writes.get(offset)
         if write is None or write.owner is not owner:
             raise ProtocolError(f"slot {offset} was not reserved by this engine")
@@ -283,10 +306,17 @@ class TenantIndex:
     def _complete(self, offset: int, write: Write) -> bool:
         """Every rank is done and the key is known: publish, unless it failed or the key is READY already."""
         namespace = write.namespace
-        if write.failed or namespace is None or write.key in namespace.ready:
+        if write.failed or namespace is None:
             self._abandon(offset, write)
             return False
+        existing = namespace.ready.get(write.key)
+        if existing is not None:
+            if self.ready[existing].storer not in write.owner.retired:
+                self._abandon(offset, write)
+                return False
+            self.forget(existing)
         del self.writes[offset]
+        write.owner.num_writes -= 1
         extent = self.extents[offset // self.extent_bytes]
         lru = self.lru(extent.slab, write.account)
         self.journal.ready(
@@ -307,26 +337,40 @@ class TenantIndex:
 
     def _abandon(self, offset: int, write: Write) -> None:
         del self.writes[offset]
+        write.owner.num_writes -= 1
         self._free(offset, write.account)
+
+    def keep_pending(self, offset: int, write: Write, ranks: int) -> None:
+        """Of a restored write, only these ranks may still touch the slot."""
+        write.pending &= ranks
+        if not write.pending:
+            self._abandon(offset, write)
 
     # --- eviction and extents ---------------------------------------------------------------------------------------
 
-    def _evict_own(self, slab: Slab, account: Account) -> int | None:
-        """The account is at its limit: its own coldest slot of this slab, or None."""
-        lru = slab.evictable.get(account)
-        if not lru or not self.may_evict:
-            return None
-        return self._evict(next(iter(lru)), reason="QuotaLimit")
+    def _evict_own(self, account: Account) -> bool:
+        """The account is at its limit: free its own coldest slot, of whatever size. False if none can be."""
+        found = [
+            (next(iter(lru.values())), next(iter(lru)))
+            for slab in self.slabs.values()
+            if (lru := slab.evictable.get(account))
+        ]
+        if not found or not self.may_evict:
+            return False
+        _, offset = min(found)
+        self._evict(offset, Shortage.QUOTA_LIMIT)
+        account.used_bytes += self.extents[offset // self.extent_bytes].slab.slot_bytes
+        self._free(offset, account)
+        return True
 
-    def _evict(self, offset: int, reason: str = "Capacity") -> int:
-        """Take a READY, unleased slot from its key; the caller uses it at once."""
+    def _evict(self, offset: int, reason: str) -> None:
+        """Take a READY, unleased slot from its key; it is the caller's to use or to free."""
         slot = self.ready.pop(offset)
         del slot.lru[offset]
         del slot.namespace.ready[slot.key]
         num_bytes = self.extents[offset // self.extent_bytes].slab.slot_bytes
         slot.account.used_bytes -= num_bytes
         self.evicted_bytes[reason] = self.evicted_bytes.get(reason, 0) + num_bytes
-        return offset
 
     def add_spare(self, position: int) -> None:
         """The extent at this position has got its pages."""
@@ -336,19 +380,16 @@ class TenantIndex:
     def evict_extent(self, extent: Extent, reason: str = "ExtentMoved") -> None:
         """Evict every slot of an extent in which none is leased or being written; it is spare afterwards."""
         stride = extent.slab.slot_bytes
-        begin = extent.position * self.extent_bytes
-        for offset in range(begin, begin + extent.num_slots * stride, stride):
+        for offset in extent.offsets(self.extent_bytes):
             if offset in self.ready:
                 self._evict(offset, reason)
                 self.journal.free(offset, stride)
-        self._uncut(extent)
+        self.uncut(extent)
 
     def is_busy(self, extent: Extent) -> bool:
         """Whether any slot in it is leased or being written."""
-        stride = extent.slab.slot_bytes
-        begin = extent.position * self.extent_bytes
         leases, writes = self.leases, self.writes
-        return any(o in leases or o in writes for o in range(begin, begin + extent.num_slots * stride, stride))
+        return any(offset in leases or offset in writes for offset in extent.offsets(self.extent_bytes))
 
     def _free(self, offset: int, account: Account) -> None:
         extent = self.extents[offset // self.extent_bytes]
@@ -357,90 +398,25 @@ class TenantIndex:
         self.journal.free(offset, stride)
         extent.free.append(offset)
         if len(extent.free) == extent.num_slots:
-            self._uncut(extent)
+            self.uncut(extent)
         else:
             extent.slab.partial[extent.position] = extent
 
-    def _cut(self, position: int, slab: Slab) -> Extent:
-        begin = position * self.extent_bytes
+    def _cut(self, position: int, slab: Slab) -> None:
         num_slots = self.extent_bytes // slab.slot_bytes
-        offsets = [begin + number * slab.slot_bytes for number in range(num_slots - 1, -1, -1)]
-        extent = Extent(position, slab, num_slots, offsets, last_used=self.clock.tick)
+        extent = Extent(position, slab, num_slots, free=[], last_used=self.clock.tick)
+        extent.free = list(reversed(extent.offsets(self.extent_bytes)))
         self.journal.extent(position, slab.slot_bytes)
         self.extents[position] = slab.extents[position] = slab.partial[position] = extent
         self.cold.add(extent)
-        return extent
 
-    def _uncut(self, extent: Extent) -> None:
+    def uncut(self, extent: Extent) -> None:
+        """An extent whose slots are all FREE belongs to no slab any more."""
         del self.extents[extent.position]
         del extent.slab.extents[extent.position]
         extent.slab.partial.pop(extent.position, None)
         self.journal.extent(extent.position, UNCUT)
         self.spare.append(extent.position)
-
-    # --- after a restart --------------------------------------------------------------------------------------------
-
-    def restore(
-        self,
-        owners: Mapping[int, tuple[object, int]],
-        accounts: Sequence[Account],
-        nobody: object,
-    ) -> None:
-        """Read the journal. `owners` are the engines that may still live, by number, each with its number of ranks.
-
-        A slot that a dead engine was writing belongs to `nobody` until the quarantine is over, and so does an orphan.
-        """
-        for position, slot_bytes in self.journal.read_extents().items():
-            if slot_bytes == UNCUT:
-                self.spare.append(position)
-                continue
-            slab = self.slab(slot_bytes)
-            extent = Extent(position, slab, self.extent_bytes // slot_bytes, free=[])
-            self.extents[position] = slab.extents[position] = extent
-            self.cold.add(extent)
-            for record in self.journal.read_slots(position, slot_bytes):
-                self._restore_slot(extent, record, owners, accounts, nobody)
-            if len(extent.free) == extent.num_slots:
-                self._uncut(extent)
-            elif extent.free:
-                slab.partial[position] = extent
-
-    def _restore_slot(
-        self,
-        extent: Extent,
-        record: SlotRecord,
-        owners: Mapping[int, tuple[object, int]],
-        accounts: Sequence[Account],
-        nobody: object,
-    ) -> None:
-        offset, stride = record.offset, extent.slab.slot_bytes
-        namespace = self.namespaces.get(record.namespace)
-        if record.state is SlotState.FREE:
-            extent.free.append(offset)
-        elif record.state is SlotState.READY and namespace is not None and record.key not in namespace.ready:
-            account = accounts[record.account]
-            lru = self.lru(extent.slab, account)
-            self.ready[offset] = ReadySlot(record.key, namespace, account, record.number, lru)
-            namespace.ready[record.key] = offset
-            lru[offset] = 0
-            account.used_bytes += stride
-        else:
-            owner, num_ranks = owners.get(record.number, (nobody, 1))
-            if record.state is not SlotState.WRITING:
-                owner, num_ranks = nobody, 1
-            write = Write(owner, accounts[0], 0, (1 << num_ranks) - 1, failed=True, restored=True)
-            accounts[0].used_bytes += stride
-            self.writes[offset] = write
-
-    def keep_pending(self, offset: int, write: Write, ranks: int) -> None:
-        """Of a restored write, only these ranks may still touch the slot."""
-        write.pending &= ranks
-        if not write.pending:
-            self._abandon(offset, write)
-
-    def end_recovery(self) -> None:
-        """Every engine of before the restart has said what it holds, or is dead."""
-        self.may_evict = True
 
     # --- figures ----------------------------------------------------------------------------------------------------
 

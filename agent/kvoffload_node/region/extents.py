@@ -1,7 +1,7 @@
 """The pool's extents: which tenant's file has how many, allocated ahead of demand, moved when demand moves.
 
 Runs in the node daemon. Decisions are made in the event loop, the kernel's work (clearing pages takes 10 to 20 ms for
-64 MiB) in one thread; sessions are served meanwhile from what is ready.
+64 MiB) in threads; sessions are served meanwhile from what is ready.
 
     reservation  ── allocate ──>  spare extent of a tenant  ── cut ──>  slots of a slab
          ^                              │    ^                             │
@@ -11,12 +11,14 @@ Runs in the node daemon. Decisions are made in the event loop, the kernel's work
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvoffload.errors import PagesUnavailable, RegionUnusable
+from kvoffload_node.host.numa import NumaNode
 from kvoffload_node.index.quotas import Account
-from kvoffload_node.index.slots import Extent, Slab
+from kvoffload_node.index.slots import Slab
 from kvoffload_node.index.tenant import Supply, TenantIndex
 from kvoffload_node.region.hugetlbfs import RegionFile, Reservation
 
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 HEADROOM_EXTENTS = 2
 """Spare extents that a tenant with engines has ahead of demand."""
+MAX_MOVING = 4
+"""Extents that may be on their way out of one tenant: it must not be emptied for what is needed in a moment."""
 RETRY_SECONDS = 5.0
 
 
@@ -37,6 +41,8 @@ class Tenant:
     file: RegionFile
     positions: set[int] = field(default_factory=set)
     """Positions that have pages, or are being given back."""
+    moving: set[int] = field(default_factory=set)
+    """Of those, the ones that are being given back."""
     num_workers: int = 0
     """Worker sessions: with none, nothing is allocated ahead."""
     starving: "tuple[int, Account] | None" = None
@@ -53,21 +59,35 @@ class ExtentPool:
         extent_bytes: int,
         reservation: Reservation,
         revoke: Callable[[Tenant, list[int]], Awaitable[None]],
+        plan_node: Callable[[Mapping[int, int]], NumaNode | None],
     ) -> None:
-        """`revoke(tenant, positions)` returns when no client of the tenant can touch these extents."""
+        """`revoke(tenant, positions)` returns when no client of the tenant can touch these extents.
+
+        `plan_node(extents of each NUMA node)` says on which node the next one belongs, None for anywhere.
+        """
         self.num_extents = num_extents
         self.extent_bytes = extent_bytes
         self.tenants: dict[str, Tenant] = {}
         self.problem = ""
         """Why an extent could not be allocated when last tried, empty if it could."""
+        self._plan_node = plan_node
         self._reservation = reservation
         self._revoke = revoke
         self._wake = asyncio.Event()
+        self.num_by_node: Counter[int] = Counter()
+        """Extents that were placed on each NUMA node since the daemon's start."""
+        self._moves: set[asyncio.Task[None]] = set()
 
     @property
     def num_allocated(self) -> int:
         """Extents that have pages, in all tenants."""
         return sum(len(tenant.positions) for tenant in self.tenants.values())
+
+    @property
+    def surplus(self) -> int:
+        """Extents above the capacity, after it was lowered; those that are on their way out do not count."""
+        moving = sum(len(tenant.moving) for tenant in self.tenants.values())
+        return max(0, self.num_allocated - moving - self.num_extents)
 
     def wake(self) -> None:
         """Something changed: look again whether a tenant needs an extent."""
@@ -76,93 +96,127 @@ class ExtentPool:
     def find_extent(self, tenant: Tenant, slab: Slab, account: Account, before: int) -> Supply:
         """An extent for a slab that has no free slot, as `TenantIndex.reserve` asks."""
         if self.num_allocated < self.num_extents and not self.problem:
-            tenant.starving = (before, account)
-            self._wake.set()
+            self._starve(tenant, before, account)
             return Supply.GROWING
-        extent = tenant.index.cold.coldest(before=before, account=account)
-        if extent is not None and extent.slab is not slab:
-            tenant.index.evict_extent(extent)
-            return Supply.SPARE
+        if tenant.index.may_evict:
+            extent = tenant.index.cold.coldest(before=before, account=account)
+            if extent is not None and extent.slab is not slab:
+                tenant.index.evict_extent(extent)
+                return Supply.SPARE
         if len(self.tenants) > 1:
-            tenant.starving = (before, account)
-            self._wake.set()
+            self._starve(tenant, before, account)
         return Supply.NONE
+
+    def _starve(self, tenant: Tenant, before: int, account: Account) -> None:
+        tenant.starving = (before, account)
+        self._wake.set()
 
     async def run(self) -> None:
         """Allocate ahead of demand and move extents, until cancelled."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self.problem else None)
-            self._wake.clear()
-            for tenant in list(self.tenants.values()):
-                await self._provide(tenant)
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self.problem else None)
+                self._wake.clear()
+                while self.surplus and self._begin_move(None, before=1 << 62, account=None):
+                    pass
+                for tenant in list(self.tenants.values()):
+                    await self._provide(tenant)
+        finally:
+            for move in self._moves:
+                move.cancel()
 
     async def _provide(self, tenant: Tenant) -> None:
+        """Allocate what the tenant needs; where the capacity is used up, begin to take an extent from another."""
         while tenant.starving or (tenant.num_workers and len(tenant.index.spare) < HEADROOM_EXTENTS):
-            starving = tenant.starving
-            if self.num_allocated >= self.num_extents and (
-                starving is None or tenant.index.spare or not await self._take_back(tenant, *starving)
-            ):
-                tenant.starving = None
+            starving, tenant.starving = tenant.starving, None
+            if self.num_allocated >= self.num_extents:
+                if starving is not None and not tenant.index.spare:
+                    before, account = starving
+                    self._begin_move(tenant, before=before, account=account)
                 return
-            tenant.starving = None
             if not await self._allocate(tenant):
                 return
 
     async def _allocate(self, tenant: Tenant) -> bool:
         position = min(set(range(len(tenant.positions) + 1)) - tenant.positions)
         tenant.positions.add(position)
-        offset = position * self.extent_bytes
         unallocated = self.num_extents - self.num_allocated
         try:
             self._reservation.resize(unallocated * self.extent_bytes)
-            await asyncio.to_thread(tenant.file.allocate, offset, self.extent_bytes)
+            node = self._plan_node(self.num_by_node)
+            cpus = node.cpus if node else frozenset()
+            await asyncio.to_thread(tenant.file.allocate, position * self.extent_bytes, self.extent_bytes, cpus)
         except (PagesUnavailable, RegionUnusable) as error:
             tenant.positions.discard(position)
-            with contextlib.suppress(PagesUnavailable):
-                self._reservation.resize((unallocated + 1) * self.extent_bytes)
+            self._reserve_rest()
             if self.problem != str(error):
                 log.warning("an extent could not be allocated: %s", error)
             self.problem = str(error)
             return False
         self.problem = ""
+        if node is not None:
+            self.num_by_node[node.number] += 1
         tenant.index.add_spare(position)
         return True
 
-    async def _take_back(self, needy: Tenant, before: int, account: Account) -> bool:
-        """Free one extent of another tenant: a spare one, or the coldest that is colder than `before`."""
-        victim = self._plan_victim(needy, before, account)
+    def _begin_move(self, needy: Tenant | None, *, before: int, account: Account | None) -> bool:
+        """Begin to take an extent from a tenant other than `needy`: a spare one, or the coldest older than `before`."""
+        others = [
+            tenant
+            for tenant in self.tenants.values()
+            if tenant is not needy and tenant.index.may_evict and len(tenant.moving) < MAX_MOVING
+        ]
+        victim = next((tenant for tenant in others if tenant.index.spare), None)
         if victim is None:
-            return False
-        tenant, extent = victim
-        if extent is not None:
-            tenant.index.evict_extent(extent, "TenantMoved")
-        await self.give_back(tenant, tenant.index.spare.pop())
+            found = [
+                (extent.last_used, tenant, extent)
+                for tenant in others
+                if (extent := tenant.index.cold.coldest(before=before, account=account)) is not None
+            ]
+            if not found:
+                return False
+            _, victim, extent = min(found, key=lambda entry: entry[0])
+            victim.index.evict_extent(extent, "TenantMoved" if needy else "CapacityLowered")
+        position = victim.index.spare.pop()
+        victim.moving.add(position)
+        move = asyncio.get_running_loop().create_task(self._give_back(victim, position))
+        self._moves.add(move)
+        move.add_done_callback(self._moves.discard)
         return True
 
-    def _plan_victim(self, needy: Tenant, before: int, account: Account) -> tuple[Tenant, Extent | None] | None:
-        others = [tenant for tenant in self.tenants.values() if tenant is not needy and tenant.index.may_evict]
-        for tenant in others:
-            if tenant.index.spare:
-                return tenant, None
-        found = [
-            (extent.last_used, tenant, extent)
-            for tenant in others
-            if (extent := tenant.index.cold.coldest(before=before, account=account)) is not None
-        ]
-        if not found:
-            return None
-        _, tenant, extent = min(found, key=lambda entry: entry[0])
-        return tenant, extent
-
-    async def give_back(self, tenant: Tenant, position: int) -> None:
-        """Return an extent that is in no slab and no longer spare: revoke, then punch."""
+    async def _give_back(self, tenant: Tenant, position: int) -> None:
+        """Return an extent that belongs to no slab and is no longer spare: revoke, then punch."""
         await self._revoke(tenant, [position])
         tenant.index.journal.extent(position, 0)
         await asyncio.to_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
+        tenant.moving.discard(position)
         tenant.positions.discard(position)
+        self._reserve_rest()
+        self.wake()
+
+    def _reserve_rest(self) -> None:
         try:
-            self._reservation.resize((self.num_extents - self.num_allocated) * self.extent_bytes)
+            self._reservation.resize(max(0, self.num_extents - self.num_allocated) * self.extent_bytes)
         except PagesUnavailable as error:
             self.problem = str(error)
             log.warning("pages that were given back could not be reserved again: %s", error)
+
+    async def give_back_all(self) -> None:
+        """Return every extent of every tenant, as far as clients let go of them; for a region that is deleted."""
+
+        async def give_back(tenant: Tenant) -> None:
+            positions = sorted(tenant.positions)
+            if positions:
+                await self._revoke(tenant, positions)
+            for position in positions:
+                await asyncio.to_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
+
+        await asyncio.gather(*(give_back(tenant) for tenant in self.tenants.values()))
+
+    def abandon(self, tenant: Tenant) -> None:
+        """The tenant will not come back: its extents are anybody's. Call it when no process of it lives."""
+        for extent in list(tenant.index.extents.values()):
+            if not tenant.index.is_busy(extent):
+                tenant.index.evict_extent(extent, "TenantGone")
+        self.wake()

@@ -16,6 +16,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +82,21 @@ class RegionFile:
         """Bytes of pages the file holds, as the kernel counts them."""
         return os.fstat(self.descriptor).st_blocks * 512
 
-    def allocate(self, offset: int, num_bytes: int) -> None:
-        """Give the range pages, all or none. Raises PagesUnavailable; what was got is given back before."""
+    def allocate(self, offset: int, num_bytes: int, cpus: Set[int] = frozenset()) -> None:
+        """Give the range pages, all or none, from the NUMA node of these CPUs if any are given.
+
+        Raises PagesUnavailable; what was got is given back before.
+        """
+        before = os.sched_getaffinity(0)
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread; mbind would need CAP_SYS_NICE
+        try:
+            self._allocate(offset, num_bytes)
+        finally:
+            if cpus:
+                os.sched_setaffinity(0, before)
+
+    def _allocate(self, offset: int, num_bytes: int) -> None:
         if os.fstat(self.descriptor).st_size < offset + num_bytes:
             os.ftruncate(self.descriptor, offset + num_bytes)  # a client has cut its own file
         if _libc.fallocate(self.descriptor, 0, offset, num_bytes) == 0:

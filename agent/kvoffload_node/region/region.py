@@ -5,13 +5,15 @@ Runs in the node daemon, made once by `daemon.py`. Sessions reach tenants, accou
 
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Set
 from pathlib import Path
 
 from kvoffload.api.pool import Fallback, Mode, ReplicatedLayout, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import PagesUnavailable, RefusalReason, RegionUnusable, SessionRefused
 from kvoffload.layout.extents import plan_extent_bytes
+from kvoffload_node.host.numa import NumaNode, plan_node, read_numa_nodes
+from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.index.catalog import Catalog, NamespaceEntry, TenantEntry, read_catalog, write_catalog
 from kvoffload_node.index.journal import TenantJournal
 from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
@@ -33,7 +35,7 @@ class Region:
         *,
         mount: Mount,
         state_folder: Path,
-        boot_id: str,
+        paths: HostPaths,
         revoke: Callable[[Tenant, list[int]], Awaitable[None]],
     ) -> None:
         """Open the folder and adopt what an earlier daemon of this boot left. Raises RegionUnusable.
@@ -42,6 +44,8 @@ class Region:
         """
         self.spec = spec
         self.mount = mount
+        self._paths = paths
+        boot_id = (paths.proc / "sys/kernel/random/boot_id").read_text().strip()
         self.folder = mount.path / f"kvoffload-{spec.pool_name}"
         self.clock = Clock()
         self.accounts: list[Account] = []
@@ -61,26 +65,27 @@ class Region:
                 "mount a hugetlbfs of that page size there"
             )
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        extent_bytes = plan_extent_bytes(spec.capacity_bytes, mount.page_bytes)
-        span_bytes = spec.capacity_bytes // extent_bytes * extent_bytes
-        known = read_catalog(self._catalog_path)
-        if (
-            known is None
-            or known.boot_id != boot_id
-            or known.extent_bytes != extent_bytes
-            or known.span_bytes != span_bytes
-        ):
-            known = None
-        self.catalog = known or Catalog(boot_id=boot_id, extent_bytes=extent_bytes, span_bytes=span_bytes)
-        self.catalog.epoch = (read_epoch(self._catalog_path) or 0) + 1
-        self.extent_bytes = extent_bytes
-        self.span_bytes = span_bytes
+        catalog = read_catalog(self._catalog_path)
+        epoch = catalog.epoch if catalog else 0
+        if catalog is None or not _fits(catalog, spec, mount, boot_id):
+            extent_bytes = plan_extent_bytes(spec.capacity_bytes, mount.page_bytes)
+            catalog = Catalog(boot_id=boot_id, extent_bytes=extent_bytes, span_bytes=0)
+        self.catalog = catalog
+        self.extent_bytes = catalog.extent_bytes
+        num_extents = spec.capacity_bytes // self.extent_bytes
+        self.capacity_bytes = num_extents * self.extent_bytes
+        """What is used of the spec's capacity: whole extents."""
+        self.catalog.span_bytes = max(self.catalog.span_bytes, self.capacity_bytes)
+        self.span_bytes = self.catalog.span_bytes
+        """Length of each tenant's file: it never shrinks while clients may have it mapped."""
+        self.catalog.epoch = epoch + 1
         self._reservation = Reservation(self.folder, is_hugetlbfs=mount.is_hugetlbfs)
         self.extents = ExtentPool(
-            num_extents=span_bytes // extent_bytes,
-            extent_bytes=extent_bytes,
+            num_extents=num_extents,
+            extent_bytes=self.extent_bytes,
             reservation=self._reservation,
             revoke=revoke,
+            plan_node=self._plan_node,
         )
         for namespace in self.catalog.accounts or ["-"]:
             self._add_account(namespace)
@@ -102,9 +107,8 @@ class Region:
 
     def reserve_pages(self) -> None:
         """Keep pages for the whole capacity. Raises PagesUnavailable; then nothing is kept but what was adopted."""
-        unallocated = self.extents.num_extents - self.extents.num_allocated
         try:
-            self._reservation.resize(max(0, unallocated) * self.extent_bytes)
+            self._reservation.resize(self.unallocated_bytes)
         except PagesUnavailable:
             self.pages_reserved = False
             raise
@@ -113,7 +117,7 @@ class Region:
     @property
     def unallocated_bytes(self) -> int:
         """Bytes of the capacity that no extent holds."""
-        return (self.extents.num_extents - self.extents.num_allocated) * self.extent_bytes
+        return max(0, self.extents.num_extents - self.extents.num_allocated) * self.extent_bytes
 
     def take_spec(self, spec: KVOffloadRegionSpec) -> None:
         """Mode, quotas, engine limit and layout change at once; another capacity or page size needs a restart."""
@@ -174,6 +178,20 @@ class Region:
         self._save()
         return namespace
 
+    def forget_namespaces(self, in_use: Set[Namespace]) -> None:
+        """Drop namespaces without a READY key that no engine is bound to: private ones would pile up."""
+        kept = []
+        for entry in self.catalog.namespaces:
+            tenant = next(t for t in self.extents.tenants.values() if t.number == entry.tenant)
+            namespace = tenant.index.namespaces[entry.number]
+            if namespace.ready or namespace in in_use:
+                kept.append(entry)
+            else:
+                del tenant.index.namespaces[entry.number]
+        if len(kept) < len(self.catalog.namespaces):
+            self.catalog.namespaces = kept
+            self._save()
+
     def next_number(self) -> int:
         """A number never given out before in this catalog: the epoch and a counter, so that no write is needed."""
         number = self.catalog.next_number
@@ -198,7 +216,7 @@ class Region:
             for reason, num_bytes in index.evicted_bytes.items():
                 evicted[reason] = evicted.get(reason, 0) + num_bytes
         waste = sum(tenant.index.waste_bytes for tenant in tenants)
-        capacity = self.span_bytes if self.pages_reserved else self.extents.num_allocated * self.extent_bytes
+        capacity = self.capacity_bytes if self.pages_reserved else self.extents.num_allocated * self.extent_bytes
         return Figures(
             capacity_bytes=capacity,
             allocated_bytes=self.extents.num_allocated * self.extent_bytes,
@@ -262,18 +280,24 @@ class Region:
         """Give back pages that no journaled extent holds: a kill between allocation and journal left them."""
         known = len(tenant.positions) * self.extent_bytes
         if tenant.file.allocated_bytes > known:
-            for position in range(self.extents.num_extents):
+            for position in range(self.span_bytes // self.extent_bytes):
                 if position not in tenant.positions:
                     tenant.file.punch(position * self.extent_bytes, self.extent_bytes)
 
     def _open_tenant(self, entry: TenantEntry) -> Tenant:
         journal = TenantJournal(
-            self._journal_path(entry.name), num_extents=self.extents.num_extents, extent_bytes=self.extent_bytes
+            self._journal_path(entry.name),
+            num_extents=self.span_bytes // self.extent_bytes,
+            extent_bytes=self.extent_bytes,
         )
         index = TenantIndex(entry.number, extent_bytes=self.extent_bytes, clock=self.clock, journal=journal)
         tenant = Tenant(entry.name, entry.number, index, RegionFile(self._region_path(entry.name), self.span_bytes))
         self.extents.tenants[entry.name] = tenant
         return tenant
+
+    def _plan_node(self, num_extents: Mapping[int, int]) -> NumaNode | None:
+        nodes = read_numa_nodes(self._paths, self.mount.page_bytes)
+        return plan_node(self.spec.numa_policy, nodes, num_extents, self.extent_bytes // self.mount.page_bytes)
 
     def _add_account(self, namespace: str) -> Account:
         quota = next((quota for quota in self.spec.quotas if quota.namespace == namespace), None)
@@ -293,10 +317,13 @@ class Region:
         write_catalog(self._catalog_path, self.catalog)
 
 
-def read_epoch(catalog: Path) -> int | None:
-    """The epoch of the last daemon, also of another boot; None if there was none."""
-    known = read_catalog(catalog)
-    return known.epoch if known else None
+def _fits(catalog: Catalog, spec: KVOffloadRegionSpec, mount: Mount, boot_id: str) -> bool:
+    """Whether the journals of this catalog speak of a region that can be taken over, of whatever capacity."""
+    return (
+        catalog.boot_id == boot_id
+        and catalog.extent_bytes % mount.page_bytes == 0
+        and spec.capacity_bytes >= catalog.extent_bytes
+    )
 
 
 def _digest(tenant: str) -> str:

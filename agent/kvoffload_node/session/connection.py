@@ -43,6 +43,7 @@ from kvoffload.protocol.messages import (
 )
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
 from kvoffload_node.session.packing import OFFSET_BYTES, pack_offsets, unpack_keys, unpack_offsets
+from kvoffload_node.session.readiness import announce, bind, start_generation
 from kvoffload_node.session.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,10 @@ log = logging.getLogger(__name__)
 MAX_UNSENT_BYTES = 1 << 20
 """Above this the connection is not read from until its peer reads; above `MAX_PUSHED_BYTES` it is ended."""
 MAX_PUSHED_BYTES = 4 << 20
+FRAMES_PER_TURN = 64
+"""Frames of one connection that are handled before the others have their turn."""
+HELLO_SECONDS = 10.0
+"""A connection that has not said hello by then is ended."""
 _MISS = (-1).to_bytes(OFFSET_BYTES, "little", signed=True)
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
@@ -65,6 +70,10 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._ended = ""
+        self._is_choked = False
+        """The peer does not read its answers."""
+        self._is_waiting = False
+        """Frames are left for the next turn."""
         self._durations = registry.durations
         self._handlers: dict[type, Callable[[Session, Any], None]] = {
             Mapped: self._on_mapped,
@@ -90,14 +99,23 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._registry.connections.add(self)
+        asyncio.get_running_loop().call_later(HELLO_SECONDS, self._require_hello)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come: handle every whole frame in them."""
+        self._reader.feed(data)
+        self._handle_frames()
+
+    def _handle_frames(self) -> None:
+        """Handle the frames that have come, a turn's worth; the rest after everybody else's."""
         reader = self._reader
-        reader.feed(data)
         try:
-            while not self._ended and (payload := reader.next_frame()) is not None:
+            for _ in range(FRAMES_PER_TURN):
+                if self._ended or (payload := reader.next_frame()) is None:
+                    self._go_on_reading()
+                    return
                 self._handle(payload)
+            self._wait_for_turn()
         except ProtocolError as error:
             log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)
@@ -107,21 +125,41 @@ class Connection(asyncio.Protocol):
             log.exception("pod %s/%s: connection ended by a bug of this daemon", self._pod.namespace, self._pod.name)
             self.end("InternalError")
 
+    def _wait_for_turn(self) -> None:
+        if self._transport is not None and not self._is_waiting:
+            self._is_waiting = True
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._is_waiting = False
+        if not self._is_choked:
+            self._handle_frames()
+
+    def _go_on_reading(self) -> None:
+        if self._transport is not None and not self._ended and not self._is_choked:
+            self._transport.resume_reading()
+
     def pause_writing(self) -> None:
         """The peer does not read what it asked for: do not take more from it."""
+        self._is_choked = True
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """The peer has read."""
-        if self._transport is not None and not self._ended:
-            self._transport.resume_reading()
+        self._is_choked = False
+        if not self._is_waiting:
+            self._handle_frames()
+
+    def _require_hello(self) -> None:
+        if self._session is None:
+            self.end("NoHello")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio names it
         """The socket is closed, by whichever side."""
         self._registry.connections.discard(self)
-        if self._session is not None:
-            self._registry.disconnected(self._session, self._ended or "PeerClosed")
+        self._registry.disconnected(self._session, self._ended or "PeerClosed")
 
     # --- for the registry -------------------------------------------------------------------------------------------
 
@@ -194,9 +232,9 @@ class Connection(asyncio.Protocol):
             self._send_with_descriptors(pack_frame(_encode(welcome)), descriptors)
         finally:
             os.close(lock)
-        self._registry.ask_to_unmap(session)
+        self._registry.revocations.remind(session)
         if session.rank == SCHEDULER:
-            self._registry.announce(session)
+            announce(session)
 
     def _send_with_descriptors(self, frame: bytes, descriptors: list[int]) -> None:
         """The first frame of a connection: nothing is queued before it, and the socket's buffer takes it whole."""
@@ -218,22 +256,29 @@ class Connection(asyncio.Protocol):
 
     def _on_bind(self, session: Session, message: Bind) -> None:
         engine = _engine_of_scheduler(session)
-        namespace = self._registry.bind(engine, message.none_hash, message.key_bytes, private=message.private)
+        namespace = bind(
+            engine,
+            self._registry.region,
+            message.none_hash,
+            key_bytes=message.key_bytes,
+            private=message.private,
+        )
         self.send(Bound(len(namespace.ready)))
 
     def _on_lookup(self, session: Session, message: Lookup) -> None:
         engine = session.engine
         key_bytes = engine.key_bytes
         namespace = engine.namespaces.get(message.namespace)
-        if namespace is None or not engine.ready:
+        traffic = self._registry.traffic
+        if namespace is None or not engine.ready or traffic.paused:
             if key_bytes == 0:
                 raise ProtocolError("Lookup before Bind")
             count = len(message.keys) // key_bytes
             self.send(Found(message.request, _MISS * count))
-            self._registry.count_lookups(0, count)
+            traffic.count_lookups(hits=0, misses=count)
             return
         keys = unpack_keys(message.keys, key_bytes)
-        offsets = self._registry.lookup(session, namespace, keys)
+        offsets = traffic.lookup(session, namespace, keys)
         self.send(Found(message.request, pack_offsets(offsets)))
 
     def _on_pin(self, session: Session, message: Pin) -> None:
@@ -244,7 +289,7 @@ class Connection(asyncio.Protocol):
 
     def _on_reserve(self, session: Session, message: Reserve) -> None:
         engine = _engine_of_scheduler(session)
-        offsets, reason = self._registry.reserve(engine, message.count)
+        offsets, reason = self._registry.traffic.reserve(engine, message.count)
         self.send(Reserved(message.request, self._registry.region.epoch, pack_offsets(offsets), reason))
 
     def _on_assign(self, session: Session, message: Assign) -> None:
@@ -257,7 +302,7 @@ class Connection(asyncio.Protocol):
         if len(keys) != len(offsets):
             raise ProtocolError(f"{len(keys)} keys for {len(offsets)} slots")
         if message.epoch == self._registry.region.epoch:
-            self._registry.published(
+            self._registry.traffic.published(
                 engine, engine.tenant.index.assign(engine, namespace, zip(offsets, keys, strict=True))
             )
 
@@ -267,9 +312,9 @@ class Connection(asyncio.Protocol):
         offsets = unpack_offsets(message.offsets)
         engine = session.engine
         if message.epoch != self._registry.region.epoch:
-            self._registry.ended_before_restart(session, offsets)
+            self._registry.recovery.ended(session, offsets)
             return
-        self._registry.published(engine, engine.tenant.index.seal(engine, session.rank, offsets))
+        self._registry.traffic.published(engine, engine.tenant.index.seal(engine, session.rank, offsets))
 
     def _on_fail(self, session: Session, message: Fail) -> None:
         offsets = unpack_offsets(message.offsets)
@@ -277,21 +322,23 @@ class Connection(asyncio.Protocol):
         if message.drop:
             index.drop(session.holder, offsets)
         elif message.epoch != self._registry.region.epoch:
-            self._registry.ended_before_restart(session, offsets)
+            self._registry.recovery.ended(session, offsets)
         else:
             index.fail(session.engine, session.rank, offsets)
 
     def _on_generation(self, session: Session, message: Generation) -> None:
-        self._registry.new_generation(_engine_of_scheduler(session), private=message.private)
+        start_generation(_engine_of_scheduler(session), self._registry.region, private=message.private)
 
     def _on_reassert(self, session: Session, message: Reassert) -> None:
-        self._registry.reassert(session, message.epoch, unpack_offsets(message.pins), unpack_offsets(message.writes))
+        registry = self._registry
+        registry.recovery.reassert(session, message.epoch, unpack_offsets(message.pins), unpack_offsets(message.writes))
+        registry.recovery.check(session.engine.tenant, registry.engines.values())
 
     def _on_revoked(self, session: Session, message: Revoked) -> None:
-        self._registry.revoked(session, unpack_offsets(message.extents))
+        self._registry.revocations.unmapped(session, unpack_offsets(message.extents))
 
     def _on_report(self, session: Session, message: Report) -> None:
-        self._registry.report(session, message)
+        self._registry.traffic.report(session, message)
 
 
 def _engine_of_scheduler(session: Session) -> Engine:

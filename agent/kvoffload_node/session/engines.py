@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.layout.rows import RankPart, Row, plan_row
 from kvoffload_node.index.quotas import Account
-from kvoffload_node.index.slots import Namespace, Slab
+from kvoffload_node.index.slots import Namespace, Slab, WriteOwner
 from kvoffload_node.index.tenant import Holder
 from kvoffload_node.region.extents import Tenant
 
@@ -39,6 +39,8 @@ class Pod:
     account: Account
     engines: dict[str, "Engine"] = field(default_factory=dict)
     """The newest incarnation of each engine id."""
+    detached: bool = False
+    """Its folder is gone; it is forgotten when its last engine is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,17 +64,13 @@ class Session:
     unmapping: dict[int, object] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
-class Engine:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Engine(WriteOwner):
     """One incarnation of a vLLM engine: a scheduler and `world_size` ranks."""
 
-    number: int
     pod: Pod
     engine_id: str
-    world_size: int
     identity: bytes
-    storer: int
-    """What its stores are marked with; another number after each `Generation`."""
     model: str = ""
     engine_version: str = ""
     sessions: dict[int, Session] = field(default_factory=dict)
@@ -83,12 +81,13 @@ class Engine:
     none_hash: bytes | None = None
     key_bytes: int = 0
     private: bool = False
-    retired: set[int] = field(default_factory=set)
-    """Storer numbers of its earlier generations: it does not hit those."""
     ready: bool = False
+    broken: bool = False
+    """One of its processes is dead: no other may take its place, a successor is another engine."""
+    dying: int = 0
+    """Bit r + 1 is set while rank r is dead and in quarantine, bit 0 for the scheduler."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
-    saved_bytes: int = 0
     note: str = ""
     attached_since: float = field(default_factory=time.time)
 

@@ -90,6 +90,7 @@ class Server:
     async def _handle(self, message: FromAttacher, descriptors: list[int]) -> Message | None:
         if isinstance(message, DetachPod):
             self._detach(message.pod_uid)
+            self._registry.remove_pod(message.pod_uid)
             return None
         if not descriptors:
             raise ProtocolError("AttachPod without a descriptor")

@@ -1,0 +1,120 @@
+"""After a restart: who was here before, what they still read and write, and when eviction may begin again.
+
+Runs in the node daemon, called by `registry.py`. A journaled attachment whose lock is held is a process that may
+still touch the region: READY slots are served at once, but nothing is evicted in its tenant, and nothing it may be
+writing is given out, until it has connected again and re-asserted, or is dead.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvoffload.errors import ProtocolError
+from kvoffload_node.index.restore import has_bytes, restore, restored_writes, revive
+from kvoffload_node.index.slots import WriteOwner
+from kvoffload_node.region.extents import Tenant
+from kvoffload_node.region.region import Region
+from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
+from kvoffload_node.session.locks import AttachmentEntry, Attachments
+
+
+class Recovery:
+    """What is left to settle of an earlier daemon's time."""
+
+    def __init__(self, region: Region, *, quarantine_seconds: float) -> None:
+        self._region = region
+        self._nobody = WriteOwner(number=0, storer=0, world_size=1)
+        """Owns what dead engines were writing and what was dropped under a reader."""
+        self._nobody_until = time.monotonic() + quarantine_seconds
+
+    def read_attachments(self, attachments: Attachments) -> Iterator[AttachmentEntry]:
+        """Those of processes that may still live; the others are forgotten."""
+        for entry in list(attachments.read_all()):
+            if attachments.is_held(entry.number) and entry.tenant in self._region.extents.tenants:
+                yield entry
+            else:
+                attachments.remove(entry.number)
+
+    def take_up(self, entry: AttachmentEntry, pods: dict[str, Pod], engines: dict[int, Engine]) -> None:
+        """Make the session of a journaled attachment, with its engine and pod if they are the first of theirs."""
+        pod = pods.get(entry.pod_uid)
+        if pod is None:
+            tenant = self._region.extents.tenants[entry.tenant]
+            account = self._region.account(entry.pod_namespace)
+            pod = Pod(entry.pod_uid, entry.pod_namespace, entry.pod_name, entry.predicted_layout, tenant, account)
+            pods[entry.pod_uid] = pod
+        engine = engines.get(entry.engine)
+        if engine is None:
+            engine = Engine(
+                number=entry.engine,
+                storer=self._region.next_number(),
+                world_size=entry.world_size,
+                pod=pod,
+                engine_id=entry.engine_id,
+                identity=entry.identity,
+            )
+            engines[entry.engine] = pod.engines[entry.engine_id] = engine
+        engine.sessions[entry.rank] = Session(entry.number, engine, entry.rank, entry.process, recovered=True)
+        pod.tenant.num_workers += entry.rank != SCHEDULER
+        pod.tenant.index.may_evict = False
+
+    def restore_slots(self, engines: dict[int, Engine]) -> list[Engine]:
+        """Read the journals. Returns engines that lack a rank which may have been writing: those ranks are dead."""
+        for tenant in self._region.extents.tenants.values():
+            restore(tenant.index, engines, self._region.accounts, self._nobody)
+        return [engine for engine in engines.values() if engine.num_writes and len(engine.workers) < engine.world_size]
+
+    def reassert(self, session: Session, epoch: int, pins: Sequence[int], writes: Sequence[int]) -> None:
+        """A process says what of before it still reads and writes; the rest is given up. Raises ProtocolError."""
+        engine, index = session.engine, session.engine.tenant.index
+        if epoch == self._region.epoch:
+            unknown = [offset for offset in pins if offset not in session.holder]
+        else:
+            unknown = [offset for offset in pins if not has_bytes(index, offset, self._nobody)]
+        if unknown:
+            raise ProtocolError(f"reassert of {len(unknown)} slots that hold nothing for this session")
+        for offset in pins:
+            revive(index, offset, self._nobody)
+        old, session.holder = session.holder, {}
+        index.lease(session.holder, pins)
+        index.release(old)
+        session.recovered = False
+        session.claims = set(writes)
+        if session.rank == SCHEDULER and epoch == self._region.epoch:
+            index.fail(engine, SCHEDULER, [o for o in index.unassigned(engine) if o not in session.claims])
+        self.settle(engine)
+
+    def settle(self, engine: Engine) -> None:
+        """Once each process of the engine has spoken or is dead, free those writes of before that nobody claims."""
+        if any(session.recovered for session in engine.sessions.values()):
+            return
+        index = engine.tenant.index
+        scheduler = engine.sessions.get(SCHEDULER)
+        of_scheduler = (scheduler.claims if scheduler else None) or set()
+        alive = sum(1 << worker.rank for worker in engine.workers)
+        for offset, write in restored_writes(index, engine):
+            claimed = sum(1 << worker.rank for worker in engine.workers if offset in (worker.claims or ()))
+            # The scheduler may have told ranks to write that have not heard of it yet.
+            index.keep_pending(offset, write, (engine.dying >> 1) | (alive if offset in of_scheduler else claimed))
+
+    def ended(self, session: Session, offsets: Iterable[int]) -> None:
+        """A rank has ended writes that an earlier daemon gave out: they will not be READY, but are free sooner."""
+        index = session.engine.tenant.index
+        for offset in offsets:
+            write = index.writes.get(offset)
+            if write is not None and write.owner is session.engine and write.restored and session.rank >= 0:
+                index.keep_pending(offset, write, ~(1 << session.rank))
+
+    def check(self, tenant: Tenant, engines: Iterable[Engine]) -> None:
+        """Eviction begins when every process of before the restart has spoken or is dead."""
+        if not tenant.index.may_evict and not any(
+            session.recovered for engine in engines if engine.tenant is tenant for session in engine.sessions.values()
+        ):
+            tenant.index.may_evict = True
+            self._region.extents.wake()
+
+    def end_quarantine(self) -> None:
+        """Free what belongs to nobody, once readers have spoken and no write can land any more."""
+        if self._nobody.num_writes and time.monotonic() > self._nobody_until:
+            for tenant in self._region.extents.tenants.values():
+                if tenant.index.may_evict:
+                    tenant.index.end_writes(self._nobody, 1)

@@ -1,0 +1,108 @@
+"""What engines do all day: look up, reserve, seal; and the counters of it.
+
+Runs in the node daemon, called by `connection.py` for each message.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.errors import RefusalReason
+from kvoffload.protocol.messages import Report
+from kvoffload_node.index.slots import Namespace
+from kvoffload_node.region.extents import HEADROOM_EXTENTS
+from kvoffload_node.region.region import Region
+from kvoffload_node.session.engines import Engine, Session
+
+MIN_WRITES = 256
+"""So many slots any engine may have reserved and not sealed; above, at most `MAX_WRITE_SHARE` of the capacity."""
+MAX_WRITE_SHARE = 4
+
+
+@dataclass(slots=True)
+class Counters:
+    """What `metrics.py` translates; counted since the daemon's start."""
+
+    hits: int = 0
+    misses: int = 0
+    cross_engine_hits: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    deduplicated_bytes: int = 0
+    failed_loads: int = 0
+    failed_stores: int = 0
+    missed_deadlines: int = 0
+    copied_by_rank: Counter[int] = field(default_factory=Counter)
+    """Bytes that each rank says it copied into the region."""
+
+
+class Traffic:
+    """Serves the engines that are ready."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.counters = Counters()
+        self.paused = ""
+        """Why nothing is served now, empty while it is."""
+
+    def lookup(self, session: Session, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        """Offsets of the keys, -1 for a miss; each hit is leased to the session."""
+        engine = session.engine
+        index = engine.tenant.index
+        get = namespace.ready.get
+        offsets = [get(key, -1) for key in keys]
+        hits = [offset for offset in offsets if offset >= 0]
+        if engine.retired and hits:
+            stale = {offset for offset in hits if index.ready[offset].storer in engine.retired}
+            offsets = [-1 if offset in stale else offset for offset in offsets]
+            hits = [offset for offset in hits if offset not in stale]
+        self.count_lookups(hits=len(hits), misses=len(offsets) - len(hits))
+        self.counters.cross_engine_hits += index.lease_hits(session.holder, hits, engine.storer)
+        return offsets
+
+    def reserve(self, engine: Engine, count: int) -> tuple[list[int], str]:
+        """Up to `count` slots for the engine to write, and why not all came."""
+        tenant, slab, account = engine.tenant, engine.slab, engine.pod.account
+        if slab is None or not engine.ready:
+            return [], RefusalReason.NOT_READY.value
+        if self.paused:
+            return [], RefusalReason.DRAINING.value
+        allowed = max(MIN_WRITES, self._region.capacity_bytes // slab.slot_bytes // MAX_WRITE_SHARE) - engine.num_writes
+        if allowed <= 0:
+            return [], RefusalReason.RATE.value
+        extents = self._region.extents
+        offsets, reason = tenant.index.reserve(
+            slab,
+            min(count, allowed),
+            owner=engine,
+            account=account,
+            find_extent=lambda before: extents.find_extent(tenant, slab, account, before),
+        )
+        if len(tenant.index.spare) < HEADROOM_EXTENTS:
+            extents.wake()
+        return offsets, reason or (RefusalReason.RATE.value if len(offsets) < count else "")
+
+    def published(self, engine: Engine, offsets: Sequence[int]) -> None:
+        """These slots of the engine became READY."""
+        row = engine.row
+        if offsets and row is not None:
+            self.counters.stored_bytes += len(offsets) * row.slot_bytes
+            self.counters.deduplicated_bytes += len(offsets) * (row.plain_bytes - row.slot_bytes)
+            engine.stored_bytes += len(offsets) * row.slot_bytes
+
+    def report(self, session: Session, report: Report) -> None:
+        """Count what a process says it moved."""
+        engine, counters = session.engine, self.counters
+        if report.stored_bytes:
+            counters.copied_by_rank[session.rank] += report.stored_bytes
+        engine.loaded_bytes += report.loaded_bytes
+        counters.loaded_bytes += report.loaded_bytes
+        counters.failed_loads += report.failed_loads
+        counters.failed_stores += report.failed_stores
+        counters.missed_deadlines += report.missed_deadlines
+        engine.note = report.note or engine.note
+
+    def count_lookups(self, *, hits: int, misses: int) -> None:
+        """Count the keys of one look-up."""
+        self.counters.hits += hits
+        self.counters.misses += misses
