@@ -1,4 +1,4 @@
-"""Starts a process of the control plane: `python -m kvoffload_operator run` (operator) or `webhook` (admission server)."""
+"""Starts a process of the control plane: `python -m kvoffload_operator run` (operator) or `webhook` (admission)."""
 
 import argparse
 import asyncio

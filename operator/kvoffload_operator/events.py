@@ -1,5 +1,6 @@
-"""Kubernetes events, each at most once: an event's name is a digest of what it says, so that a second writing of the same one
-is refused by the API server and means nothing. Used by the reconcilers, after what they speak of has been written.
+"""Kubernetes events, each at most once: an event's name is a digest of what it says, so that a second writing of the
+same one is refused by the API server and means nothing. Used by the reconcilers, after what they speak of has been
+written.
 """
 
 import hashlib

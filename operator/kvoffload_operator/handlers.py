@@ -1,8 +1,9 @@
-"""The only kopf file: watches, and nothing else. Each handler unpacks an event, updates the view and queues what is dirty.
+"""The only kopf file: watches, and nothing else. Each handler unpacks an event, updates the view and queues what is
+dirty.
 
-Only `on.event` is used, for pools too: it leaves neither annotation nor finalizer on anybody's object, and one queue of names
-that need a pass makes kopf's own per-object retries unnecessary. kopf runs standalone inside the leader's lease, and takes
-care of listing, watching, and mending watches that broke, went silent or are too old.
+Only `on.event` is used, for pools too: it leaves neither annotation nor finalizer on anybody's object, and one queue
+of names that need a pass makes kopf's own per-object retries unnecessary. kopf runs standalone inside the leader's
+lease, and takes care of listing, watching, and mending watches that broke, went silent or are too old.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The only module that speaks to the API server; operator and webhook use it, nothing else knows paths or verbs.
 
-Requests that may be repeated (reads, server-side apply, merge patches of whole values) are repeated on 429, 5xx and broken
-connections, a few times within one deadline; what remains is an `ApiServerError` that carries the status. Every write first
-asks the guard that `leader.py` sets, so that a process that lost its lease cannot write.
+Requests that may be repeated (reads, server-side apply, merge patches of whole values) are repeated on 429, 5xx and
+broken connections, a few times within one deadline; what remains is an `ApiServerError` that carries the status. Every
+write first asks the guard that `leader.py` sets, so that a process that lost its lease cannot write.
 """
 
 import asyncio

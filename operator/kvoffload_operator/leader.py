@@ -1,8 +1,8 @@
 """Leader election by a `coordination.k8s.io` Lease. Runs in the operator, around everything that writes.
 
-A leader may write only until `renew_deadline` after the *start* of its last successful renewal; others may take over only
-`lease_seconds` after they last saw the lease change, by their own monotonic clocks. The deadline is shorter, so that also a
-leader that was stopped (SIGSTOP) or cut off and comes back finds its time over before its first write.
+A leader may write only until `renew_deadline` after the *start* of its last successful renewal; others may take over
+only `lease_seconds` after they last saw the lease change, by their own monotonic clocks. The deadline is shorter, so
+that also a leader that was stopped (SIGSTOP) or cut off and comes back finds its time over before its first write.
 
     renewed            deadline              lease over
        |--- may write ---|--- nobody writes ---|--- another may write -->
@@ -52,7 +52,8 @@ class Election:
     ) -> None:
         if times.renew_deadline + times.retry > times.lease:
             raise ValueError(
-                f"renew deadline {times.renew_deadline} s + retry {times.retry} s must not exceed the lease {times.lease} s"
+                f"renew deadline {times.renew_deadline} s + retry {times.retry} s must not exceed the lease of "
+                f"{times.lease} s"
             )
         self._kube, self._clock, self._times = kube, clock, times
         self._name, self._namespace, self._identity = name, namespace, identity
@@ -72,7 +73,7 @@ class Election:
 
     async def acquire(self) -> None:
         """Wait until this candidate is the leader."""
-        while not await self._try():
+        while not await self._try():  # noqa: ASYNC110 -- what is waited for happens in other processes
             await asyncio.sleep(self._times.retry)
         logger.info("%s is the leader", self._identity)
 

@@ -1,5 +1,5 @@
-"""The cluster as frozen facts. `handlers.py` feeds the view with events, a periodic listing corrects it, the reconcilers
-read it.
+"""The cluster as frozen facts. `handlers.py` feeds the view with events, a periodic listing corrects it, the
+reconcilers read it.
 
 Manifests end here: `observe_*` turns each into a small fact, so that what is compared, kept in memory for thousands of
 nodes, and planned from is exactly what matters. A fact that equals the one before it changes nothing and wakes nobody.
@@ -216,7 +216,11 @@ def observe_pool(manifest: Manifest) -> ObservedPool:
 
 
 def observe_region(manifest: Manifest) -> KVOffloadRegion:
-    """A region; one whose spec this version cannot read is reported as if it were not there, and is written anew."""
+    """A region.
+
+    Raises:
+        InvalidSpec: this version cannot read it; it counts as if it were not there, and is written anew.
+    """
     try:
         return KVOffloadRegion.from_manifest(dict(manifest))
     except ValidationError as error:
@@ -241,8 +245,7 @@ NOTHING = Dirty()
 class ClusterView:
     """What the operator knows, by name. Not frozen itself: it is the one place that events change.
 
-    `update_*` take a manifest as it is now, `forget` a name that is gone, `replace` a whole listing; each returns what the
-    change makes necessary.
+    `update_*` take a manifest as it is now, `forget` a name that is gone; each returns what the change makes necessary.
     """
 
     def __init__(self) -> None:

@@ -167,7 +167,7 @@ class Operator:
             self._pods.add(Key("pod", pod))
 
     async def _resync_forever(self) -> None:
-        """List everything, at first and then now and then: what is known before anything is done, and what was missed."""
+        """List everything, at first to know it before anything is done, then for what a broken watch missed."""
         while True:
             try:
                 await self._resync()

@@ -1,7 +1,7 @@
 """The pool's status: conditions from the nodes' states, sums, and the events of what changed.
 
-`build_pool_status` is pure. The pool's reconciler writes it once a pass if it differs, and emits the events after that write
-has landed.
+`build_pool_status` is pure. The pool's reconciler writes it once a pass if it differs, and emits the events after that
+write has landed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -155,11 +155,8 @@ def _ready(
     if spec.mode is Mode.OBSERVE:
         able = counts.matching - counts.short_of_pages
         give = format_bytes(able * spec.capacity)
-        return (
-            "False",
-            PoolReason.OBSERVING,
-            f"mode is Observe: {able} of {counts.matching} nodes could give {give} in all; set mode: Active to use them",
-        )
+        found = f"{able} of {counts.matching} nodes could give {give} in all"
+        return "False", PoolReason.OBSERVING, f"mode is Observe: {found}; set mode: Active to use them"
     if spec.mode is Mode.PAUSED:
         return (
             "False",

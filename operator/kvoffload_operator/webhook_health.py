@@ -57,8 +57,8 @@ async def observe_injection(kube: KubeClient, settings: Settings) -> InjectionHe
     if any(not webhook["clientConfig"].get("caBundle") for webhook in configuration["webhooks"]):
         return InjectionHealth(
             PoolReason.CERTIFICATE_MISSING,
-            f"MutatingWebhookConfiguration {settings.webhook_configuration} has no caBundle: new pods start without offload; "
-            f"certificates are {settings.certificate_mode}",
+            f"MutatingWebhookConfiguration {settings.webhook_configuration} has no caBundle: new pods start without "
+            f"offload; certificates are {settings.certificate_mode}",
         )
     deployment = await kube.get(DEPLOYMENTS, settings.webhook_deployment, settings.namespace)
     status = (deployment or {}).get("status", {})
@@ -66,7 +66,7 @@ async def observe_injection(kube: KubeClient, settings: Settings) -> InjectionHe
     if not available:
         return InjectionHealth(
             PoolReason.WEBHOOK_UNAVAILABLE,
-            f"0 of {status.get('replicas', 0)} replicas of Deployment {settings.namespace}/{settings.webhook_deployment} are "
+            f"0 of {status.get('replicas', 0)} replicas of {settings.namespace}/{settings.webhook_deployment} are "
             "available: new pods start without offload",
         )
     return InjectionHealth(PoolReason.WEBHOOK_SERVING, f"{available} replicas answer")

@@ -91,8 +91,6 @@ class SkipReason(StrEnum):
     """PYTHONPATH comes by valueFrom or envFrom and cannot be prefixed without knowing it."""
     NAME_CONFLICT = "NameConflict"
     """The pod has a volume or mount of our name or path already that is not ours."""
-    INTERNAL_ERROR = "InternalError"
-    """The webhook failed inside; the pod was left alone and the webhook's log has the trace."""
 
 
 class PredictedLayout(StrEnum):

@@ -1,7 +1,7 @@
 """Why a node does not serve a pool. Pure; called by the region's reconciler for every matching node.
 
-The checks run in order, and the first violation is the node's state: shortage of pages, then the daemon's pod, then what
-the daemon itself reports. `None` from all of them is a node that serves.
+The checks run in order, and the first violation is the node's state: shortage of pages, then the daemon's pod, then
+what the daemon itself reports. `None` from all of them is a node that serves.
 """
 
 from collections.abc import Callable
@@ -131,8 +131,8 @@ def daemon_does_not_report(facts: NodeFacts) -> NodeViolation | None:
     return NodeViolation(
         NodeState.NOT_REPORTING,
         RegionReason.DAEMON_NOT_REPORTING,
-        f"the daemon on node {facts.node.name} has not reported generation {generation} for {waited:.0f} s, needed within "
-        f"{facts.silence_seconds:.0f} s: see its log, and whether it reaches the API server",
+        f"the daemon on node {facts.node.name} has not reported generation {generation} for {waited:.0f} s, needed "
+        f"within {facts.silence_seconds:.0f} s: see its log, and whether it reaches the API server",
     )
 
 

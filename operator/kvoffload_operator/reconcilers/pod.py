@@ -1,7 +1,7 @@
 """Looks at pods that opted in: says by one event what the webhook did with each, and finds those that run unattached.
 
-The webhook writes annotations only, because at admission the pod may never come to be; the event is written here once it
-exists. `plan_pod` is pure. Nothing is ever changed on a user's pod.
+The webhook writes annotations only, because at admission the pod may never come to be; the event is written here once
+it exists. `plan_pod` is pure. Nothing is ever changed on a user's pod.
 """
 
 from collections import Counter
@@ -48,8 +48,8 @@ def plan_pod(
         plans.append(
             PodPlan(
                 PodEvent.UNATTACHED,
-                f"runs for {waited:.0f} s on node {pod.node} and no engine of it is attached to pool {pod.pool}: it serves "
-                "without offload. See vLLM's log for lines of kvoffload, and the region's conditions",
+                f"runs for {waited:.0f} s on node {pod.node} and no engine of it is attached to pool {pod.pool}: it "
+                "serves without offload. See vLLM's log for lines of kvoffload, and the region's conditions",
                 warning=True,
             )
         )
@@ -77,8 +77,8 @@ def _not_injected(pod: ObservedPod) -> PodPlan:
         )
     return PodPlan(
         PodEvent.MISSED_BY_WEBHOOK,
-        f"has the label {POOL_LABEL}={pod.pool} and neither an injection nor {SKIP_REASON_ANNOTATION}: the webhook did not "
-        "see it when it was created. It serves without offload; delete and create it again to attach",
+        f"has the label {POOL_LABEL}={pod.pool} and neither an injection nor {SKIP_REASON_ANNOTATION}: the webhook did "
+        "not see it when it was created. It serves without offload; delete and create it again to attach",
         warning=True,
     )
 

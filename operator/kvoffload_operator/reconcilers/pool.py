@@ -1,7 +1,7 @@
 """Reconciles a pool: observe, plan (pure), apply, one status write, then events. Called by `__main__`'s worker.
 
-Order of writing, so that a daemon told to stop can see why: regions of nodes that no longer match are deleted before their
-node's label is taken away; the DaemonSet is applied before nodes are labelled for it.
+Order of writing, so that a daemon told to stop can see why: regions of nodes that no longer match are deleted before
+their node's label is taken away; the DaemonSet is applied before nodes are labelled for it.
 """
 
 import asyncio
@@ -171,7 +171,7 @@ def _pod_capacity(capacity_bytes: int, facts: PoolFacts) -> int:
 
 def _rollout_message(current: ObservedDaemonSet | None, pod_capacity: int, capacity: int) -> str:
     if pod_capacity > capacity:
-        return f"shrinking from {pod_capacity} to {capacity} bytes waits for leased blocks on some nodes (see their regions)"
+        return f"shrinking from {pod_capacity} to {capacity} bytes waits for leased blocks: see the regions' messages"
     if current is not None and current.observed_current and current.num_updated < current.num_desired:
         return f"{current.num_updated} of {current.num_desired} daemons run the newest template"
     return ""

@@ -1,6 +1,7 @@
 """Reconciles one node's part of a pool: its KVOffloadRegion, the condition NodeReady, and the node's labels.
 
-`plan_node` is pure; `apply_node` writes what the plan says and no more. The pool's reconciler calls both for every node.
+`plan_node` is pure; `apply_node` writes what the plan says and no more. The pool's reconciler calls both for every
+node.
 """
 
 from collections.abc import Mapping
@@ -92,7 +93,7 @@ def _node_ready(facts: NodeFacts, unfit: NodeViolation | None) -> Condition | No
 
 
 def _labels(facts: NodeFacts, pool: str, *, ready: bool, runs: bool, may_create: bool) -> dict[str, str | None]:
-    """Changes to the node's labels. A daemon that runs is not taken away because the node's pages were miscounted later."""
+    """Changes to the node's labels; a daemon that runs is not taken away when the node's pages look too few later."""
     have = facts.node.labels
     changes: dict[str, str | None] = {}
     daemon, usable = daemon_node_label(pool), ready_node_label(pool)

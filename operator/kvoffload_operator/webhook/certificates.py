@@ -1,12 +1,13 @@
 """The webhook's serving certificate: made and rotated by the leader, or brought by cert-manager or the administrator.
 
-Self-made, the Secret holds the state, and rotation has two steps so that no admission ever meets an untrusted certificate:
+Self-made, the Secret holds the state, and rotation has two steps so that no admission ever meets an untrusted
+certificate:
 
     1. announce   a new CA and certificate are stored beside the present ones (`next-*`); caBundle = present + next
-    2. promote    once the API servers have had time to see that bundle, next becomes present; caBundle = present + previous
+    2. promote    once the API servers have had time to see that bundle, next becomes present, and previous stays trusted
 
-The webhook's pods read the Secret and reload in place; whichever of the two they serve, it is trusted.
-`plan_rotation` is pure; `ensure_certificates` runs in the leader, `CertificateWatch` in the webhook.
+The webhook's pods read the Secret and reload in place; whichever of the two they serve, it is trusted. `plan_rotation`
+is pure; `ensure_certificates` runs in the leader, `CertificateWatch` in the webhook.
 """
 
 import asyncio
@@ -178,7 +179,7 @@ async def ensure_certificates(
     lifetime: timedelta,
     now: datetime,
 ) -> RotationPlan:
-    """One pass of the leader: Secret and caBundle as planned. The bundle is written first where trust must come first."""
+    """One pass of the leader: Secret and caBundle as planned."""
     found = await kube.get(SECRETS, secret, namespace)
     data = (found or {}).get("data") or {}
     stored = {key: base64.b64decode(value) for key, value in data.items()}

@@ -1,7 +1,7 @@
 """vLLM's arguments as far as a manifest tells them: from command, args, env and `sh -c` strings. Pure.
 
-Called by `prediction.py`. What cannot be told (a launcher script, a variable from a Secret, a `--config` file) is unknown and
-stays unknown: the engine then decides alone. Nothing is ever put back together from what is parsed here.
+Called by `prediction.py`. What cannot be told (a launcher script, a variable from a Secret, a `--config` file) is
+unknown and stays unknown: the engine then decides alone. Nothing is ever put back together from what is parsed here.
 
     command + args --> words --> `sh -c` script --> simple commands --> the one that starts vLLM --> options
          $(VAR) by the kubelet         $VAR, ${VAR}, "$@" by the shell

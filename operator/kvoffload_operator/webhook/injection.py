@@ -1,7 +1,8 @@
 """Decides about one opted-in pod and builds the patch. Pure; `server.py` calls `inject`.
 
-Everything is set only where absent, so a second call finds nothing to do. The user's values stay: PYTHONPATH is prefixed,
-VLLM_PLUGINS is added to, and where either comes from a reference it is kept under another name and referred to.
+Everything is set only where absent, so a second call finds nothing to do. The user's values stay: PYTHONPATH is
+prefixed, VLLM_PLUGINS is added to, and where either comes from a reference it is kept under another name and referred
+to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ from kvoffload.api.keys import (
 )
 from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout
 from kvoffload_operator.webhook.command_line import CommandLine, Launch, parse_command_line
-from kvoffload_operator.webhook.prediction import PodHints, Prediction, find_refusal, predict_layout
+from kvoffload_operator.webhook.prediction import EngineFacts, Prediction, find_refusal, predict_layout
 from kvoffload_operator.webhook.validation import selects
 
 Manifest = Mapping[str, Any]
@@ -94,16 +95,17 @@ def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
         return _skip(pod, *chosen)
     container = pod["spec"]["containers"][chosen]
     line = read_command_line(container)
-    hints = PodHints(
+    engine = EngineFacts(
+        line=line,
         image=container.get("image", ""),
         architecture=annotations.get(MODEL_ARCHITECTURE_ANNOTATION, ""),
         replication_allowed=facts.spec.replicated_layout is not ReplicatedLayout.NEVER,
         mla_disabled=literal_environment(container).get("VLLM_MLA_DISABLE") in ("1", "true", "True"),
     )
-    refusal = find_refusal(line, hints)
+    refusal = find_refusal(engine)
     if refusal is not None:
         return _skip(pod, refusal.reason, refusal.message)
-    prediction = predict_layout(line, hints)
+    prediction = predict_layout(engine)
     conflict = _conflict(pod, container, annotations)
     if conflict is not None:
         return _skip(pod, *conflict)
@@ -119,11 +121,6 @@ def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
     wanted = {INJECTED_ANNOTATION: __version__, REPLICATED_LAYOUT_ANNOTATION: prediction.annotation}
     _add_annotations(patch, pod, wanted)
     return Outcome(tuple(patch.operations), prediction=prediction)
-
-
-def internal_error(pod: Manifest) -> Outcome:
-    """The answer where something was raised: as it was, with a reason that the operator turns into an event."""
-    return Outcome((), SkipReason.INTERNAL_ERROR)
 
 
 def _pool_refusal(facts: PoolFacts) -> tuple[SkipReason, str] | None:
@@ -150,7 +147,7 @@ def _skip(pod: Manifest, reason: SkipReason, message: str, prediction: Predictio
     return Outcome(tuple(patch.operations), reason, message, prediction)
 
 
-# --- which container ----------------------------------------------------------------------------------------------------
+# --- which container ------------------------------------------------------------------------------------------------
 
 
 def choose_container(pod: Manifest, named: str) -> int | tuple[SkipReason, str]:
@@ -195,7 +192,7 @@ def literal_environment(container: Manifest) -> dict[str, str | None]:
     }
 
 
-# --- conflicts ----------------------------------------------------------------------------------------------------------
+# --- conflicts ------------------------------------------------------------------------------------------------------
 
 
 def _conflict(pod: Manifest, container: Manifest, annotations: Mapping[str, str]) -> tuple[SkipReason, str] | None:
@@ -216,7 +213,7 @@ def _conflict(pod: Manifest, container: Manifest, annotations: Mapping[str, str]
     return None
 
 
-# --- the patch ----------------------------------------------------------------------------------------------------------
+# --- the patch ------------------------------------------------------------------------------------------------------
 
 
 def _add_volume(patch: _Patch, pod: Manifest) -> None:

@@ -1,7 +1,8 @@
-"""What is known of models before they run: architecture of well-known names, and which architectures use MLA. Pure data.
+"""What is known of models before they run: architecture of well-known names, and which architectures use MLA. Pure
+data.
 
-`tests/engine/test_prediction_table.py` compares `MLA_ARCHITECTURES` with vLLM's own `use_mla` for every architecture that it
-registers. The table only spares the engine a guess: it decides by its real layers, and its answer holds.
+`tests/engine/test_prediction_table.py` compares `MLA_ARCHITECTURES` with vLLM's own `use_mla` for every architecture
+that it registers. The table only spares the engine a guess: it decides by its real layers, and its answer holds.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Predicts what an engine's gate will decide, from its command line. Pure; called by `injection.py`.
 
-A prediction is never trusted with bytes: `replicated` has to be confirmed by every rank, `per-rank` is a veto that costs
-memory at most, `auto` leaves it to the engine. The reasons are the gate's own (`kvoffload.layout.gate`).
+A prediction is never trusted with bytes: `replicated` has to be confirmed by every rank, `per-rank` is a veto that
+costs memory at most, `auto` leaves it to the engine. The reasons are the gate's own (`kvoffload.layout.gate`).
 """
 
 import json
@@ -21,9 +21,10 @@ DRAFTS_WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "[ngram]"})
 
 
 @dataclass(frozen=True, slots=True)
-class PodHints:
-    """What the prediction looks at besides the command line."""
+class EngineFacts:
+    """What the prediction looks at."""
 
+    line: CommandLine
     image: str
     architecture: str
     """By the user's annotation, empty if none."""
@@ -55,31 +56,31 @@ class Refusal:
     message: str
 
 
-Check = Callable[[CommandLine, PodHints], Prediction | None]
+Check = Callable[[EngineFacts], Prediction | None]
 
 
-def find_refusal(line: CommandLine, hints: PodHints) -> Refusal | None:
+def find_refusal(facts: EngineFacts) -> Refusal | None:
     """Why this pod must not be touched, None if it may be."""
-    if line.has("kv-transfer-config") or line.has("kv-offloading-size"):
+    if facts.line.has("kv-transfer-config") or facts.line.has("kv-offloading-size"):
         return Refusal(SkipReason.USER_CONNECTOR, "the command line brings a KV connector or offloading of its own")
-    nodes = line.number("nnodes", 1)
+    nodes = facts.line.number("nnodes", 1)
     if nodes is not None and nodes > 1:
         return Refusal(SkipReason.MULTI_NODE, f"--nnodes is {nodes}, needed 1: a region belongs to one node")
-    executor = line.text("distributed-executor-backend")
+    executor = facts.line.text("distributed-executor-backend")
     if executor and executor not in SUPPORTED_EXECUTORS:
         return Refusal(
             SkipReason.UNSUPPORTED_EXECUTOR, f"--distributed-executor-backend is {executor}, needed mp or uni"
         )
-    if line.uses_ray and executor is None:
+    if facts.line.uses_ray and executor is None:
         return Refusal(
             SkipReason.UNSUPPORTED_EXECUTOR, "the script starts Ray, and no --distributed-executor-backend mp"
         )
-    version = image_version(hints.image)
+    version = image_version(facts.image)
     if version is not None and not MIN_VLLM <= version <= MAX_VLLM:
         found = ".".join(map(str, version))
         return Refusal(
             SkipReason.UNSUPPORTED_VLLM,
-            f"image {hints.image} names vLLM {found}, needed {_text(MIN_VLLM)} to {_text(MAX_VLLM)}",
+            f"image {facts.image} names vLLM {found}, needed {_text(MIN_VLLM)} to {_text(MAX_VLLM)}",
         )
     return None
 
@@ -93,13 +94,13 @@ def image_version(image: str) -> tuple[int, int] | None:
     return (int(match.group(1)), int(match.group(2))) if match else None
 
 
-def predict_layout(line: CommandLine, hints: PodHints) -> Prediction:
+def predict_layout(facts: EngineFacts) -> Prediction:
     """The first check that is decided decides."""
     for check in CHECKS:
-        prediction = check(line, hints)
+        prediction = check(facts)
         if prediction is not None:
             return prediction
-    tensor_parallel = line.number("tensor-parallel-size", 1)
+    tensor_parallel = facts.line.number("tensor-parallel-size", 1)
     return Prediction(
         PredictedLayout.REPLICATED,
         LayoutReason.REPLICATED,
@@ -107,39 +108,39 @@ def predict_layout(line: CommandLine, hints: PodHints) -> Prediction:
     )
 
 
-def replication_is_forbidden(line: CommandLine, hints: PodHints) -> Prediction | None:
+def replication_is_forbidden(facts: EngineFacts) -> Prediction | None:
     """The pool says Never."""
-    if hints.replication_allowed:
+    if facts.replication_allowed:
         return None
     return Prediction(PredictedLayout.PER_RANK, LayoutReason.FORBIDDEN, "the pool's replicatedLayout is Never")
 
 
-def model_is_split(line: CommandLine, hints: PodHints) -> Prediction | None:
+def model_is_split(facts: EngineFacts) -> Prediction | None:
     """Several stages or context shards."""
     for option, reason in (
         ("pipeline-parallel-size", LayoutReason.PIPELINE_PARALLEL),
         ("prefill-context-parallel-size", LayoutReason.PREFILL_CONTEXT_PARALLEL),
         ("decode-context-parallel-size", LayoutReason.DECODE_CONTEXT_PARALLEL),
     ):
-        number = line.number(option, 1)
+        number = facts.line.number(option, 1)
         if number is not None and number > 1:
             return Prediction(PredictedLayout.PER_RANK, reason, f"--{option} is {number}, needed 1")
     return None
 
 
-def is_one_rank(line: CommandLine, hints: PodHints) -> Prediction | None:
+def is_one_rank(facts: EngineFacts) -> Prediction | None:
     """Nothing to save with one rank."""
-    if line.number("tensor-parallel-size", 1) != 1 or line.number("pipeline-parallel-size", 1) != 1:
+    if facts.line.number("tensor-parallel-size", 1) != 1 or facts.line.number("pipeline-parallel-size", 1) != 1:
         return None
     return Prediction(PredictedLayout.PER_RANK, LayoutReason.ONE_RANK, "--tensor-parallel-size is 1: one copy anyway")
 
 
-def model_is_not_mla(line: CommandLine, hints: PodHints) -> Prediction | None:
+def model_is_not_mla(facts: EngineFacts) -> Prediction | None:
     """By the annotation, or the well-known name of the model."""
-    if hints.mla_disabled:
+    if facts.mla_disabled:
         return Prediction(PredictedLayout.PER_RANK, LayoutReason.NOT_MLA, "VLLM_MLA_DISABLE is set")
-    model = line.text("model") or ""
-    architecture = hints.architecture or architecture_of(model) or ""
+    model = facts.line.text("model") or ""
+    architecture = facts.architecture or architecture_of(model) or ""
     attention = attention_of(architecture)
     named = f"{architecture} (model {model})" if model else architecture
     if attention is Attention.HEADS:
@@ -150,7 +151,7 @@ def model_is_not_mla(line: CommandLine, hints: PodHints) -> Prediction | None:
             LayoutReason.LAYER_NOT_REPLICATED,
             f"{named} has layers besides multi-head latent attention",
         )
-    if attention is Attention.MLA and not line.has("hf-overrides"):
+    if attention is Attention.MLA and not facts.line.has("hf-overrides"):
         return None
     found = f"{named} is not known to use or not to use MLA" if named else f"the model {model!r} is not known"
     return Prediction(
@@ -160,12 +161,12 @@ def model_is_not_mla(line: CommandLine, hints: PodHints) -> Prediction | None:
     )
 
 
-def draft_may_have_heads(line: CommandLine, hints: PodHints) -> Prediction | None:
+def draft_may_have_heads(facts: EngineFacts) -> Prediction | None:
     """A draft model's attention layers may divide heads; the engine sees them, the manifest does not."""
-    if not line.has("speculative-config"):
+    if not facts.line.has("speculative-config"):
         return None
     try:
-        config = json.loads(line.text("speculative-config") or "")
+        config = json.loads(facts.line.text("speculative-config") or "")
         method = str(config.get("method", "")) if isinstance(config, dict) else ""
     except ValueError:
         method = ""
@@ -178,7 +179,7 @@ def draft_may_have_heads(line: CommandLine, hints: PodHints) -> Prediction | Non
     )
 
 
-def something_is_unknown(line: CommandLine, hints: PodHints) -> Prediction | None:
+def something_is_unknown(facts: EngineFacts) -> Prediction | None:
     """Numbers that cannot be told from the manifest."""
     for option in (
         "tensor-parallel-size",
@@ -187,7 +188,7 @@ def something_is_unknown(line: CommandLine, hints: PodHints) -> Prediction | Non
         "decode-context-parallel-size",
         "nnodes",
     ):
-        if line.number(option, 1) is None:
+        if facts.line.number(option, 1) is None:
             return Prediction(
                 PredictedLayout.AUTO,
                 LayoutReason.UNKNOWN_MODEL,

@@ -1,8 +1,8 @@
 """The admission server: an aiohttp application behind TLS. Runs in the webhook's Deployment, started by `__main__`.
 
-`/mutate-pods` answers with `inject`'s patch, `/validate-pools` with `validate_pool_spec`'s verdict. Whatever is raised inside
-`/mutate-pods` ends as `allowed: true` without a patch, a counter and a log line: a bug must not deny a user's pod. Pools and
-namespaces are read through a small cache; an API server that does not answer in time counts as raised.
+`/mutate-pods` answers with `inject`'s patch, `/validate-pools` with `validate_pool_spec`'s verdict. Whatever is raised
+inside `/mutate-pods` ends as `allowed: true` without a patch, a counter and a log line: a bug must not deny a user's
+pod. Pools and namespaces are read through a small cache; an API server that does not answer in time counts as raised.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ STALE_SECONDS = 60.0
 
 
 class ObjectCache:
-    """Objects by name, at most `FRESH_SECONDS` old; one request at a time for each, and an older answer where none comes."""
+    """Objects by name, at most `FRESH_SECONDS` old: one request for each at a time, an older answer if none comes."""
 
     def __init__(self, kube: KubeClient, resource: Resource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._kube, self._resource, self._clock = kube, resource, clock

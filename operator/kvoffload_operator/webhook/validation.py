@@ -1,8 +1,8 @@
 """What is wrong with a KVOffloadPool's spec, beyond types and bounds. Pure.
 
-The API server says most of this by CEL; it is said again here for what an older CRD let in, for what CEL cannot say (label
-syntax, selectors that can select nothing), and as warnings that an administrator sees at `kubectl apply`. Errors accumulate:
-all of them are told at once. Called by the validating webhook and by the pool's reconciler.
+The API server says most of this by CEL; it is said again here for what an older CRD let in, for what CEL cannot say
+(label syntax, selectors that can select nothing), and as warnings that an administrator sees at `kubectl apply`.
+Errors accumulate: all of them are told at once. Called by the validating webhook and by the pool's reconciler.
 """
 
 import re
@@ -32,6 +32,7 @@ class FieldError:
     message: str
 
     def __str__(self) -> str:
+        """Field and message, as the API server writes them."""
         return f"{self.field}: {self.message}"
 
 
@@ -82,7 +83,8 @@ def validate_quotas(spec: KVOffloadPoolSpec) -> list[FieldError]:
         errors.append(
             FieldError(
                 "spec.quotas",
-                f"{guaranteed} bytes are guaranteed in all, the capacity is {spec.capacity}: raise capacity or lower guaranteed",
+                f"{guaranteed} bytes are guaranteed in all, the capacity is {spec.capacity}: raise capacity or lower "
+                "guaranteed",
             )
         )
     seen: set[str] = set()
