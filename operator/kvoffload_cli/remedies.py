@@ -17,5 +17,4 @@ SKIP_REMEDIES = {
     SkipReason.UNSUPPORTED_EXECUTOR: "start vLLM with --distributed-executor-backend mp",
     SkipReason.PYTHONPATH_FROM_REFERENCE: "write PYTHONPATH as a literal value instead of valueFrom or envFrom",
     SkipReason.NAME_CONFLICT: f"rename the pod's volume {keys.VOLUME_NAME}, or move its mount off {keys.MOUNT_PATH}",
-    SkipReason.INTERNAL_ERROR: "read the webhook's log, and report it",
 }
