@@ -13,7 +13,7 @@ from kvoffload.api.keys import SkipReason
 from kvoffload.api.pool import KVOffloadPool, Sharing
 from kvoffload.api.region import RegionEngine
 from kvoffload.errors import InvalidSpec
-from kvoffload_cli.facts import ClusterFacts, OptedInPod
+from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_cluster
 from kvoffload_cli.options import Context, Kubeconfig, Output
@@ -82,6 +82,7 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
         return answers
     answers.append(Explanation("Attached", tuple(_about_attachment(pod, engines))))
     answers.append(Explanation("Layout", tuple(_about_layout(pod, engines))))
+    engines = tuple(engine for engine in engines if not declined_offload(engine))
     if pool is not None and engines:
         answers.append(Explanation("Sharing", tuple(_about_sharing(facts, pod, pool))))
         answers.append(
@@ -126,6 +127,9 @@ def _about_injection(pod: OptedInPod) -> Iterator[str]:
 
 def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
     for engine in engines:
+        if declined_offload(engine):
+            yield f"no: the engine serves without offload: {engine.message or 'no reason given'}"
+            continue
         since = f" since {engine.attached_since:%Y-%m-%d %H:%M:%S} UTC" if engine.attached_since else ""
         model = engine.model or "unnamed"
         yield f"engine {engine.engine_id}{since}, {engine.tensor_parallel_size} ranks, model {model}"
@@ -139,6 +143,8 @@ def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Ite
 def _about_layout(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
     yield f"predicted: {pod.predicted_layout or 'nothing'}"
     for engine in engines:
+        if declined_offload(engine):
+            continue
         if not engine.confirmed_layout:
             yield f"confirmed by {engine.engine_id}: not yet, its ranks have not all attached"
             continue

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from kvoffload.api.conditions import find
 from kvoffload.api.pool import KVOffloadPool
-from kvoffload.api.region import KVOffloadRegion
+from kvoffload.api.region import KVOffloadRegion, RegionEngine
 from kvoffload.errors import InvalidSpec
 from kvoffload.units import format_bytes
-from kvoffload_cli.facts import ClusterFacts
+from kvoffload_cli.facts import ClusterFacts, declined_offload
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_pools
 from kvoffload_cli.options import Context, Kubeconfig, Output
@@ -144,7 +144,7 @@ def engine_rows(region: KVOffloadRegion) -> list[list[str]]:
             engine.engine_id,
             engine.model or UNKNOWN,
             str(engine.tensor_parallel_size),
-            layout_text(engine.confirmed_layout, engine.reason),
+            layout_text(engine),
             show_bytes(engine.stored_bytes),
             show_bytes(engine.loaded_bytes),
         ]
@@ -152,11 +152,15 @@ def engine_rows(region: KVOffloadRegion) -> list[list[str]]:
     ]
 
 
-def layout_text(confirmed: str, reason: str) -> str:
+def layout_text(engine: RegionEngine) -> str:
     """The confirmed layout, with the reason where it is not the shared one."""
-    if not confirmed:
+    if declined_offload(engine):
+        return f"without offload ({engine.message.partition(':')[0]})"
+    if not engine.confirmed_layout:
         return "waiting for its ranks"
-    return confirmed if confirmed == "replicated" or not reason else f"{confirmed} ({reason})"
+    if engine.confirmed_layout == "replicated" or not engine.reason:
+        return engine.confirmed_layout
+    return f"{engine.confirmed_layout} ({engine.reason})"
 
 
 def condition_text(one: KVOffloadPool | KVOffloadRegion, kind: str) -> str:

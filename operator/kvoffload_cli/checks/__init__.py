@@ -6,7 +6,12 @@ The order of `CHECKS` is the order in which things depend on each other: the fir
 from collections.abc import Iterable
 
 from kvoffload_cli.checks.finding import Check, Finding, Severity
-from kvoffload_cli.checks.pods import layout_differs_from_prediction, pod_is_not_attached, pod_is_not_injected
+from kvoffload_cli.checks.pods import (
+    engine_declined_offload,
+    layout_differs_from_prediction,
+    pod_is_not_attached,
+    pod_is_not_injected,
+)
 from kvoffload_cli.checks.pools import (
     daemon_does_not_run,
     node_is_short_of_pages,
@@ -42,6 +47,7 @@ CHECKS: tuple[Check, ...] = (
     pool_is_not_ready,
     pod_is_not_injected,
     pod_is_not_attached,
+    engine_declined_offload,
     layout_differs_from_prediction,
 )
 

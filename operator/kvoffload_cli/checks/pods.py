@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import ClusterFacts, OptedInPod
+from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
 from kvoffload_cli.remedies import SKIP_REMEDIES
 
 ATTACH_GRACE = timedelta(minutes=5)
@@ -43,6 +43,15 @@ def pod_is_not_attached(facts: ClusterFacts) -> Found:
             message = "injected and ready, and no engine of it has attached: it runs without offload"
             remedy = f"kubectl -n {pod.namespace} logs {pod.name} | grep -i kvoffload"
         yield Severity.ERROR, f"pod/{pod.namespace}/{pod.name}", message, remedy
+
+
+def engine_declined_offload(facts: ClusterFacts) -> Found:
+    """An injected engine found something in its own configuration and serves without offload."""
+    for (namespace, name), engines in sorted(facts.engines.items()):
+        for engine in filter(declined_offload, engines):
+            message = f"serves without offload: {engine.message or 'no reason given'}"
+            remedy = "docs/troubleshooting.md lists the reasons by their first word"
+            yield Severity.WARNING, f"pod/{namespace}/{name}", message, remedy
 
 
 def layout_differs_from_prediction(facts: ClusterFacts) -> Found:

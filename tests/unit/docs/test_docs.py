@@ -13,6 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from hack.docs import dashboard, reference
 from hack.docs.panels import PANELS, dashboard_queries
 from kvoffload.errors import RefusalReason
+from kvoffload_engine.preflight import PreflightReason
 from kvoffload_node.metrics import HELP
 from kvoffload_operator import metrics as operator_metrics
 
@@ -77,6 +78,12 @@ def test_every_alert_has_a_runbook_entry_and_a_test(rules: list[dict[str, str]])
 def test_refusal_reasons_of_the_runbook_are_ours() -> None:
     section = (DOCS / "runbook.md").read_text().partition("## KVOffloadRefusals")[2].partition("\n## ")[0]
     assert set(re.findall(r"`([A-Z][A-Za-z]+)`", section)) <= {reason.value for reason in RefusalReason}
+
+
+def test_every_reason_of_an_engine_that_declines_is_explained() -> None:
+    section = (DOCS / "troubleshooting.md").read_text().partition("## The engine serves without offload")[2]
+    table = section.partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == {reason.value for reason in PreflightReason}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's package prometheus)")

@@ -16,6 +16,7 @@ PODS = [
     ("healthy", "team-a/vllm-a"),
     ("ailing", "team-a/vllm-a"),
     ("ailing", "team-b/vllm-b"),
+    ("ailing", "team-b/old-vllm"),
     ("ailing", "team-a/no-pool"),
     ("ailing", "team-a/skipped"),
     ("ailing", "team-a/missed"),
