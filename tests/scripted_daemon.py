@@ -12,7 +12,6 @@ with bytes that are no message), `close` (ends every session), `miss` (every loo
 """
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import os
@@ -125,6 +124,7 @@ class Connection(asyncio.Protocol):
         self.daemon = daemon
         self.reader = FrameReader()
         self.hello: Hello | None = None
+        self.leases: list[int] = []
         self.decoder = msgspec.msgpack.Decoder(FromEngine)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -133,6 +133,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.daemon.connections.discard(self)
+        for offset in self.leases:
+            self.daemon.slots[offset].leases -= 1
 
     def data_received(self, data: bytes) -> None:
         self.reader.feed(data)
@@ -193,12 +195,14 @@ class Connection(asyncio.Protocol):
                 for offset in offsets:
                     if offset >= 0:
                         daemon.slots[offset].leases += 1
+                        self.leases.append(offset)
                 daemon.counts["lookups"] += 1
                 daemon.counts["hits"] += sum(offset >= 0 for offset in offsets)
                 self.send(Found(message.request, pack(offsets)))
             case Unpin():
                 for offset in unpack(message.offsets):
                     daemon.slots[offset].leases -= 1
+                    self.leases.remove(offset)
             case Reserve():
                 given = [daemon.reserve(self.row.slot_bytes) for _ in range(message.count)]
                 offsets = [offset for offset in given if offset is not None]
@@ -261,8 +265,6 @@ class Connection(asyncio.Protocol):
 
 async def serve(path: str, region_bytes: int) -> None:
     daemon = ScriptedDaemon(region_bytes)
-    with contextlib.suppress(FileNotFoundError):
-        Path(path).unlink()
     loop = asyncio.get_running_loop()
     await loop.create_unix_server(lambda: Connection(daemon), path)
     print("ready", flush=True)
@@ -284,4 +286,5 @@ async def serve(path: str, region_bytes: int) -> None:
 
 
 if __name__ == "__main__":
+    Path(sys.argv[1]).unlink(missing_ok=True)
     asyncio.run(serve(sys.argv[1], int(sys.argv[2])))

@@ -114,6 +114,7 @@ class RequestState:
     answer: Answer | None = None
     stored: set[bytes] = field(default_factory=set)
     """Keys that the region has, as this request's look-ups said: not stored again by it."""
+    retried_stores: int = 0
 
 
 @dataclass(slots=True)
@@ -141,6 +142,7 @@ class KVOffloadManager(OffloadingManager):
         self._is_private = False
         self._credits: deque[int] = deque()
         self._reserving = 0
+        """Number of the Reserve that has no answer yet, 0 if there is none."""
         self._owed: dict[int, tuple[str, Answer] | None] = {}
         self._next_request = 1
         # of the engine
@@ -183,6 +185,7 @@ class KVOffloadManager(OffloadingManager):
         """A request arrived. Private: an adapter or multimodal input, whose names mean something in this engine
         alone."""
         self._requests[req_id] = RequestState(PRIVATE if is_private else SHARED)
+        self._poll()  # an engine that became ready reserves its first slots now, ahead of the first store
 
     def begin_lookup(self, req_id: str, keys: Sequence[bytes]) -> None:
         """The scheduler is about to look these keys up, in this step: ask for all of them at once."""
@@ -199,8 +202,6 @@ class KVOffloadManager(OffloadingManager):
         if not self._is_bound:
             self._is_bound = True  # a refusal comes as Refused and ends it
             self._send(session, Bind(self._none_hash(), len(keys[0]), self._is_private))
-        if self._reserving == 0 and not self._credits:
-            self._reserve(session)
         answer = Answer(keys[:MAX_KEYS], session)
         number = self._number((req_id, answer))
         if self._send(session, Lookup(number, b"".join(answer.keys), request.namespace)):
@@ -306,6 +307,9 @@ class KVOffloadManager(OffloadingManager):
             wanted = []
         elif len(wanted) > len(self._credits) and self._reserving and not self._circuit_is_open():
             self._wait_until(lambda: len(self._credits) >= len(wanted) or not self._reserving)
+            if len(wanted) > len(self._credits) and self._reserving and request.retried_stores < MAX_RETRIES:
+                request.retried_stores += 1
+                return None
         chosen = wanted[: len(self._credits)]
         packed = np.array([self._credits.popleft() for _ in chosen], dtype="<i8").tobytes()
         epoch = session.welcome.epoch if session is not None else 0
@@ -358,8 +362,14 @@ class KVOffloadManager(OffloadingManager):
         self._barred.clear()
         self._flush_unpins()
         session = self._poll()
-        if session is not None:
-            self._send(session, Generation(private=self._is_private))
+        if session is None:
+            return
+        if self._credits:
+            self._send(session, Fail(session.welcome.epoch, np.array(self._credits, dtype="<i8").tobytes()))
+            self._credits.clear()
+        self._reserving = 0
+        self._send(session, Generation(private=self._is_private))
+        self._reserve(session)
 
     def has_pending_work(self) -> bool:
         """Nothing of ours needs a step: what is under way ends without the scheduler."""
@@ -409,11 +419,14 @@ class KVOffloadManager(OffloadingManager):
             self._take_found(message)
         elif isinstance(message, Reserved):
             self._owed.pop(message.request, None)
-            self._reserving = 0
-            if message.epoch == session.welcome.epoch:
+            if message.request == self._reserving:
+                self._reserving = 0
                 self._credits.extend(np.frombuffer(message.offsets, dtype="<i8").tolist())
+            elif message.offsets:  # of before a reset: what is stored there would count as stored before it
+                self._send(session, Fail(message.epoch, message.offsets))
         elif isinstance(message, EngineReady):
             self._row = SlotRow(message.slot_bytes, message.part_offsets, message.sharers, message.sharer_index)
+            self._reserve(session)
             logger.info(
                 "kvoffload scheduler: offload is on: %s, %d bytes a slot%s",
                 "one copy for all ranks" if message.replicated else "a part for each rank",
@@ -489,8 +502,8 @@ class KVOffloadManager(OffloadingManager):
         missing = target - len(self._credits)
         if self._reserving or 2 * missing < target:
             return
-        self._reserving = missing
-        self._send(session, Reserve(self._number(None), missing))
+        self._reserving = self._number(None)
+        self._send(session, Reserve(self._reserving, missing))
 
     def _number(self, owed: tuple[str, Answer] | None) -> int:
         number, self._next_request = self._next_request, self._next_request + 1

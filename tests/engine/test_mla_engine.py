@@ -89,7 +89,7 @@ def test_aborted_requests_leave_no_lease_and_no_exception(mla_engine: EngineProc
 
 
 def test_a_salted_prompt_does_not_hit_another_salt(mla_engine: EngineProcess) -> None:
-    prompt = make_prompt(90)
+    prompt = make_prompt(900)
     mla_engine.generate_cold([prompt], cache_salt="a")
     assert mla_engine.generate_cold([prompt], cache_salt="a").cached[0] >= 256
     assert mla_engine.generate_cold([prompt], cache_salt="b").cached == [0]
@@ -97,7 +97,7 @@ def test_a_salted_prompt_does_not_hit_another_salt(mla_engine: EngineProcess) ->
 
 
 def test_a_cache_reset_with_connector_forgets_what_was_stored(mla_engine: EngineProcess) -> None:
-    prompt = make_prompt(100)
+    prompt = make_prompt(901)
     mla_engine.generate_cold([prompt])
     assert mla_engine.generate_cold([prompt]).cached[0] >= 256
     mla_engine.reset_prefix_cache(connector=True)
@@ -108,14 +108,14 @@ def test_a_cache_reset_with_connector_forgets_what_was_stored(mla_engine: Engine
 def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(
     mla_engine: EngineProcess, pool: PoolDaemon
 ) -> None:
-    prompt = make_prompt(110)
+    prompt = make_prompt(910)
     mla_engine.generate_cold([prompt])
     warm = mla_engine.generate_cold([prompt])
-    usual = mla_engine.generate_cold([make_prompt(111)]).seconds
+    usual = mla_engine.generate_cold([make_prompt(911)]).seconds
     assert pool.process is not None
     pool.process.send_signal(signal.SIGSTOP)
     try:
-        stopped = [mla_engine.generate_cold([make_prompt(112 + index)]) for index in range(5)]
+        stopped = [mla_engine.generate_cold([make_prompt(9120 + index)]) for index in range(5)]
     finally:
         pool.process.send_signal(signal.SIGCONT)
     assert all(one.cached == [0] for one in stopped)
@@ -127,7 +127,7 @@ def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(
 def test_a_killed_daemon_is_used_again_after_its_return_with_what_was_stored_before(
     mla_engine: EngineProcess, pool: PoolDaemon
 ) -> None:
-    prompt, other = make_prompt(120), make_prompt(121)
+    prompt, other = make_prompt(920), make_prompt(921)
     mla_engine.generate_cold([prompt])
     warm = mla_engine.generate_cold([prompt])
     assert wait_for_slots(pool, "leased", 0)
