@@ -1,7 +1,12 @@
-"""A real Prometheus (Debian's) on this host, scraping the operator's and the daemons' pods as the PodMonitor would."""
+"""A real Prometheus (Debian's) on this host, scraping the operator's and the daemons' pods as the PodMonitor would.
+
+Debian builds it without the discovery of Kubernetes' pods: the targets are read from the API server here and written to
+a file, which Prometheus watches.
+"""
 
 import json
 import subprocess
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -11,17 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hack.cluster import processes
-from hack.cluster.settings import ClusterSettings
 from hack.console import StepError, wait_until
+from hack.demo.installation import NAMESPACE
+from hack.demo.kubernetes import Kubernetes
 
 PORT = 19090
-NAMESPACE = "kvoffload-system"
 
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
     """A running Prometheus."""
 
+    kubernetes: Kubernetes
+    targets: Path
     log: Path
     address: str = f"http://127.0.0.1:{PORT}"
 
@@ -44,8 +51,9 @@ class Prometheus:
         return self.query(expression)[0][1]
 
     def wait_scraped(self) -> None:
-        """Wait until every target has been scraped after now, so that queries see the present."""
-        now = float(self.query("time()")[0][1])
+        """Wait until every pod of ours that runs now has been scraped after now, so that queries see the present."""
+        self.write_targets()
+        now = time.time()
         wait_until(
             "Prometheus to scrape the operator and the daemon",
             lambda: self._is_scraped_since(now),
@@ -54,6 +62,25 @@ class Prometheus:
             log=self.log,
         )
 
+    def write_targets(self) -> None:
+        """Tell Prometheus which pods there are: those with a port named metrics, labelled as by the PodMonitor."""
+        targets = []
+        for pod in self.kubernetes.pods(namespace=NAMESPACE, selector="app.kubernetes.io/name=kvoffload"):
+            labels = pod["metadata"]["labels"]
+            ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
+            for port in ports:
+                if port.get("name") == "metrics" and pod["status"].get("phase") == "Running":
+                    described = {
+                        "component": labels["app.kubernetes.io/component"],
+                        "pool": labels.get("kvoffload.io/daemon-of", ""),
+                        "node": pod["spec"]["nodeName"],
+                    }
+                    address = f"{pod['status']['podIP']}:{port['containerPort']}"
+                    targets.append({"targets": [address], "labels": described})
+        unfinished = self.targets.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(targets))
+        unfinished.rename(self.targets)
+
     def _is_scraped_since(self, moment: float) -> bool:
         oldest = self.query('min by (component) (timestamp(up{job="kvoffload"} == 1))')
         components = {labels["component"] for labels, _ in oldest}
@@ -61,12 +88,13 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(settings: ClusterSettings, folder: Path) -> Iterator[Prometheus]:
+def running_prometheus(kubernetes: Kubernetes, folder: Path) -> Iterator[Prometheus]:
     """Run Prometheus with its data in `folder` for as long as the block runs."""
     folder.mkdir(parents=True, exist_ok=True)
     configuration, log = folder / "prometheus.yaml", folder / "prometheus.log"
-    configuration.write_text(_configuration(settings))
-    prometheus = Prometheus(log=log)
+    prometheus = Prometheus(kubernetes=kubernetes, targets=folder / "targets.json", log=log)
+    prometheus.write_targets()
+    configuration.write_text(_configuration(prometheus.targets))
     if _is_answering(prometheus):
         raise StepError(f"something listens on port {PORT} already; the demo's Prometheus needs it")
     with log.open("w") as sink:
@@ -97,21 +125,12 @@ def _is_answering(prometheus: Prometheus) -> bool:
         return False
 
 
-def _configuration(settings: ClusterSettings) -> str:
+def _configuration(targets: Path) -> str:
     return f"""\
 global:
   scrape_interval: 2s
 scrape_configs:
 - job_name: kvoffload
-  kubernetes_sd_configs:
-  - role: pod
-    kubeconfig_file: {settings.kubeconfig}
-    namespaces: {{names: [{NAMESPACE}]}}
-    selectors: [{{role: pod, label: app.kubernetes.io/name=kvoffload}}]
-  relabel_configs:
-  - {{source_labels: [__meta_kubernetes_pod_container_port_name], regex: metrics, action: keep}}
-  - {{source_labels: [__meta_kubernetes_pod_phase], regex: Running, action: keep}}
-  - {{source_labels: [__meta_kubernetes_pod_label_app_kubernetes_io_component], target_label: component}}
-  - {{source_labels: [__meta_kubernetes_pod_label_kvoffload_io_daemon_of], target_label: pool}}
-  - {{source_labels: [__meta_kubernetes_pod_node_name], target_label: node}}
+  file_sd_configs:
+  - files: [{targets}]
 """

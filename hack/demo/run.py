@@ -157,7 +157,7 @@ def run(
     with step("Removing what an earlier demo left"):
         clean(bench)
     free_before = machine.read_hugepages("free")
-    with running_prometheus(settings, OUTPUT / "prometheus") as prometheus:
+    with running_prometheus(bench.kubernetes, OUTPUT / "prometheus") as prometheus:
         shared = run_shared(bench, prometheus)
         while_shared(bench, shared)
         plain = run_plain(bench, prometheus)
