@@ -142,7 +142,7 @@ def model_is_not_mla(facts: EngineFacts) -> Prediction | None:
     model = facts.line.text("model") or ""
     architecture = facts.architecture or architecture_of(model) or ""
     attention = attention_of(architecture)
-    named = f"{architecture} (model {model})" if model else architecture
+    named = f"{architecture} (model {model})" if architecture and model else architecture
     if attention is Attention.HEADS:
         return Prediction(PredictedLayout.PER_RANK, LayoutReason.NOT_MLA, f"{named} divides KV heads over the ranks")
     if attention is Attention.MLA_AND_OTHERS:
