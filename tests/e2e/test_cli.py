@@ -73,7 +73,7 @@ def test_explain_shows_predicted_beside_confirmed_and_the_other_pod(tools: ToolO
     assert len(answers) == 2
     for name, answer in answers.items():
         assert answer["injected"][0].startswith("yes")
-        assert answer["layout"][0].startswith("predicted: replicated")
+        assert answer["layout"][0].startswith("predicted: auto (UnknownModel")  # the model is a path
         assert "replicated" in answer["layout"][1]
         (other,) = [one.removeprefix("explain ") for one in answers if one != name]
         assert other in answer["sharing"][-1]
