@@ -36,7 +36,9 @@ def command(
     kv_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
     page_size: Annotated[str, typer.Option(help="2Mi or 1Gi.")] = "2Mi",
     quota: Annotated[list[str] | None, typer.Option(help="NAMESPACE=GUARANTEED[:LIMIT], several times.")] = None,
-    never_replicated: Annotated[bool, typer.Option(help="As with the pool's replicatedLayout: Never.")] = False,
+    never_replicated: Annotated[
+        bool, typer.Option("--never-replicated", help="As with the pool's replicatedLayout: Never.")
+    ] = False,
     pool: Annotated[str, typer.Option(help="Name of the pool in the manifest.")] = "llm",
     output: Annotated[OutputFormat, typer.Option("--output", "-o", help="text or json.")] = OutputFormat.TEXT,
 ) -> None:

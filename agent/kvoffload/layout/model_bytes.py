@@ -119,7 +119,7 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
         if text.get(key):
             raise InvalidSpec(
                 f"{model_type}: `{key}` in the configuration means layers whose state is not a number of bytes per "
-                "token; take the bytes of a block from a running engine's log and plan with --bytes-per-block"
+                "token; start the engine on a small pool: its log says how many bytes a slot has ('bytes a slot')"
             )
     num_layers = _integer(text, "num_hidden_layers", "n_layer", "num_layers")
     latent = _optional(text, "kv_lora_rank")
@@ -180,9 +180,7 @@ def plan_kv_bytes(
         of_token = PACKED_MLA_BYTES[resolved]
     elif resolved not in ELEMENT_BYTES:
         known = ", ".join([*ELEMENT_BYTES, *PACKED_MLA_BYTES])
-        raise InvalidSpec(
-            f"KV dtype {resolved!r} is not one of {known}; give one of them with --kv-dtype, or --bytes-per-block"
-        )
+        raise InvalidSpec(f"KV dtype {resolved!r} is not one of {known}; give one of them with --kv-dtype")
     elif shape.is_mla:
         of_token = shape.latent_elements * ELEMENT_BYTES[resolved]
     else:
