@@ -41,7 +41,7 @@ def cluster(release) -> Kubernetes:
 
 @pytest.mark.parametrize("path", example_files(), ids=lambda path: path.name)
 def test_the_api_server_takes_every_object(cluster: Kubernetes, path: Path) -> None:
-    cluster.kubectl("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", path)
+    cluster.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", path)
 
 
 def workloads() -> list[Any]:
