@@ -4,7 +4,7 @@ Self-made, the Secret holds the state, and rotation has two steps so that no adm
 certificate:
 
     1. announce   a new CA and certificate are stored beside the present ones (`next-*`); caBundle = present + next
-    2. promote    once the API servers have had time to see that bundle, next becomes present, and previous stays trusted
+    2. promote    once the API servers have had time to see that bundle, next becomes present; previous stays trusted
 
 The webhook's pods read the Secret and reload in place; whichever of the two they serve, it is trusted. `plan_rotation`
 is pure; `ensure_certificates` runs in the leader, `CertificateWatch` in the webhook.

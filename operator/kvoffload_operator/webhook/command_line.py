@@ -8,21 +8,14 @@ unknown and stays unknown: the engine then decides alone. Nothing is ever put ba
 """
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-SHELLS = frozenset({"sh", "bash", "ash", "dash", "zsh", "ksh"})
-UNKNOWN = "\x00unknown"
-"""Stands in a word for what cannot be told."""
+from kvoffload_operator.webhook.shell import ASSIGNMENT, UNKNOWN, simple_commands
 
+SHELLS = frozenset({"sh", "bash", "ash", "dash", "zsh", "ksh"})
 _KUBELET_VARIABLE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
-_SHELL_VARIABLE = re.compile(
-    r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)(?::?([-+=?])([^}]*))?\}|([@*#?0-9!$-])|\()"
-)
-_ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
-_SEPARATORS = frozenset({";", "&&", "||", "|", "&", "\n", ";;", "(", ")", "|&"})
 
 OPTIONS = frozenset(
     {
@@ -136,7 +129,7 @@ def _parse_words(words: Sequence[str], environment: Mapping[str, str | None], *,
     if UNKNOWN in text or len(text) > MAX_SCRIPT_LENGTH or depth >= MAX_SHELL_DEPTH:
         return CommandLine(Launch.UNKNOWN, is_complete=False)
     uses_ray = False
-    for simple in _simple_commands(text, dict(environment), positional):
+    for simple in simple_commands(text, dict(environment), positional):
         uses_ray = uses_ray or _starts_ray(simple)
         inner = _parse_words(simple, environment, depth=depth + 1) if simple else None
         if inner is not None and inner.launch is Launch.VLLM:
@@ -168,92 +161,11 @@ def _shell_script(words: Sequence[str]) -> tuple[str, Sequence[str]] | None:
     while index < len(rest) and rest[index].startswith(("-", "+")) and rest[index] not in ("-", "--"):
         flags = rest[index]
         index += 1
-        if flags in ("-o", "+o", "-O", "+O"):
-            index += 1
+        if flags.endswith(("o", "O")) and not flags.startswith("--"):
+            index += 1  # `-o pipefail`, also in `-euo pipefail`
         elif not flags.startswith("--") and "c" in flags[1:]:
             return (rest[index], rest[index + 1 :]) if index < len(rest) else None
     return None
-
-
-def _simple_commands(script: str, variables: dict[str, str | None], positional: Sequence[str]) -> Iterator[list[str]]:
-    """The script's simple commands with what is known put in; a script that cannot be split has none."""
-    lexer = shlex.shlex(script.replace("\\\n", " ").replace("\n", " ; "), posix=False, punctuation_chars=True)
-    lexer.whitespace_split = True
-    lexer.commenters = "#"
-    try:
-        raw = list(lexer)
-    except ValueError:
-        return
-    simple: list[str] = []
-    for token in [*raw, ";"]:
-        if token in _SEPARATORS or set(token) <= set(";&|()"):
-            assigned = list(_leading_assignments(simple))
-            if assigned and len(assigned) == len(simple):
-                variables.update(_split_assignment(word) for word in assigned)  # kept for what follows
-            elif simple[:1] == ["export"]:
-                variables.update(_split_assignment(word) for word in simple[1:] if _ASSIGNMENT.match(word))
-            else:
-                yield simple
-            simple = []
-        else:
-            simple.extend(_expand_shell(token, variables, positional))
-
-
-def _split_assignment(word: str) -> tuple[str, str | None]:
-    name, _, value = word.partition("=")
-    return name, None if UNKNOWN in value else value
-
-
-def _leading_assignments(words: Sequence[str]) -> Iterator[str]:
-    for word in words:
-        if not _ASSIGNMENT.match(word):
-            return
-        yield word
-
-
-def _expand_shell(token: str, variables: Mapping[str, str | None], positional: Sequence[str]) -> list[str]:
-    """One raw token as the words that the shell would make of it."""
-    if token in ('"$@"', "$@", "$*", '"${@}"', "${@}"):
-        return list(positional[1:])
-    pieces = re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^'\"\\]+", token, re.DOTALL)
-    text = "".join(_expand_piece(piece, variables, positional) for piece in pieces)
-    unquoted = not any(piece[0] in "'\"" for piece in pieces)
-    if unquoted and "$" in token and UNKNOWN not in text:
-        return text.split()  # an unquoted variable is split into words, and an empty one vanishes
-    return [text]
-
-
-def _expand_piece(piece: str, variables: Mapping[str, str | None], positional: Sequence[str]) -> str:
-    if piece.startswith("'"):
-        return piece[1:-1]
-    if piece.startswith("\\"):
-        return piece[1:]
-    text = re.sub(r'\\(["\\$`])', r"\1", piece[1:-1]) if piece.startswith('"') else piece
-    if "`" in text:
-        return UNKNOWN
-
-    def expand(match: re.Match[str]) -> str:
-        name = match.group(1) or match.group(2)
-        if name is None:
-            special = match.group(5)
-            if special and special.isdigit():
-                number = int(special)
-                return positional[number] if number < len(positional) else ""
-            if special in ("@", "*"):
-                return " ".join(positional[1:])
-            return UNKNOWN  # $(command), $?, $#, ...
-        operator, alternative = match.group(3), match.group(4) or ""
-        value = variables.get(name, UNKNOWN)
-        if value is None or value == UNKNOWN:
-            # the image may set it: even a default is a guess
-            return UNKNOWN
-        if operator == "+":
-            return alternative if value else ""
-        if operator in ("-", "=") and not value:
-            return alternative
-        return value
-
-    return _SHELL_VARIABLE.sub(expand, text)
 
 
 _WRAPPERS = frozenset(
@@ -269,7 +181,7 @@ def _without_wrappers(words: Sequence[str]) -> Sequence[str]:
         word = words[index]
         name = word.rpartition("/")[2]
         if (
-            _ASSIGNMENT.match(word)
+            ASSIGNMENT.match(word)
             or name in _WRAPPERS
             or (index and word in ("--", "-"))
             or (index and words[index - 1].rpartition("/")[2] in _WRAPPERS and word.startswith("-"))

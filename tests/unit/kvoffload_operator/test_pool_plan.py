@@ -1,0 +1,357 @@
+"""What one pass over a pool writes: node truth, conditions, and nothing where all is as it should be."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from kvoffload.api.conditions import Condition, PoolReason, find
+from kvoffload.api.region import KVOffloadRegion
+from kvoffload_operator.observe import (
+    ObservedDaemonPod,
+    ObservedDaemonSet,
+    node_matches,
+    observe_daemon_pod,
+    observe_node,
+    observe_pool,
+)
+from kvoffload_operator.reconcilers.pool import PoolFacts, PoolPlan, plan_pool
+from kvoffload_operator.resources.daemonset import SPEC_HASH_ANNOTATION, build_daemonset
+from kvoffload_operator.resources.region import build_region, build_region_spec
+from kvoffload_operator.status import InjectionHealth, find_transitions
+from operator_builders import NOW, daemonset_options, node_manifest, pool_manifest, spec_of
+
+OPTIONS = daemonset_options()
+SERVING = InjectionHealth(PoolReason.WEBHOOK_SERVING, "2 replicas answer")
+RUN = {"daemon.kvoffload.io/main": "run"}
+READY = {**RUN, "pool.kvoffload.io/main": "ready"}
+
+
+def condition(
+    type: str, status: str = "True", reason: str = "Serving", message: str = "m", age: float = 600
+) -> Condition:
+    return Condition(
+        type=type,
+        status=status,
+        observed_generation=1,
+        last_transition_time=NOW - timedelta(seconds=age),
+        reason=reason,
+        message=message,
+    )
+
+
+def region(node: str, *conditions: Condition, spec: dict[str, Any] | None = None, **status: Any) -> KVOffloadRegion:
+    manifest = build_region("main", "uid-main", build_region_spec("main", node, spec_of(**(spec or {}))))
+    manifest["metadata"] |= {"uid": f"uid-{node}", "generation": 1}
+    manifest["status"] = {
+        "observedGeneration": 1,
+        "conditions": [one.to_manifest() for one in conditions],
+        **status,
+    }
+    return KVOffloadRegion.from_manifest(manifest)
+
+
+def serving(node: str, **status: Any) -> KVOffloadRegion:
+    node_ready = condition("NodeReady", reason="DaemonRunning", message="the daemon runs and its pages are allocatable")
+    return region(node, node_ready, condition("Ready"), **{"capacityBytes": 1 << 30, "freeBytes": 1 << 30, **status})
+
+
+def daemonset(spec: dict[str, Any] | None = None, **changes: Any) -> ObservedDaemonSet:
+    built = build_daemonset("main", spec_of(**(spec or {})), capacity_bytes=1 << 30, options=OPTIONS)
+    fields: dict[str, Any] = {
+        "name": "kvoffload-main",
+        "pool": "main",
+        "uid": "uid-ds",
+        "spec_hash": built["metadata"]["annotations"][SPEC_HASH_ANNOTATION],
+        "observed_current": True,
+        "num_desired": 2,
+        "num_updated": 2,
+        "num_available": 2,
+        **changes,
+    }
+    return ObservedDaemonSet(**fields)
+
+
+def facts(pool: dict[str, Any] | None = None, **changes: Any) -> PoolFacts:
+    observed = observe_pool(pool or pool_manifest())
+    fields: dict[str, Any] = {
+        "pool": observed,
+        "pools": {observed.name: observed},
+        "nodes": tuple(observe_node(node_manifest(name, labels=READY)) for name in ("a", "b")),
+        "regions": {"a": serving("a"), "b": serving("b")},
+        "daemonset": daemonset(),
+        "daemon_pods": None,
+        "injection": SERVING,
+        "now": NOW,
+        "silence_seconds": 90.0,
+        **changes,
+    }
+    return PoolFacts(**fields)
+
+
+def status_condition(plan: PoolPlan, type: str) -> Condition:
+    assert plan.status is not None
+    found = find(plan.status.conditions, type)
+    assert found is not None
+    return found
+
+
+def with_status(pool: dict[str, Any], plan: PoolPlan) -> dict[str, Any]:
+    assert plan.status is not None
+    return {**pool, "status": plan.status.to_manifest()}
+
+
+def test_a_new_pool_gets_a_daemonset_a_region_for_each_node_and_labels() -> None:
+    plan = plan_pool(
+        facts(
+            nodes=tuple(observe_node(node_manifest(name)) for name in ("a", "b")),
+            regions={},
+            daemonset=None,
+            daemon_pods={},
+        ),
+        OPTIONS,
+    )
+    assert plan.daemonset is not None
+    assert [node.region["metadata"]["name"] for node in plan.nodes if node.region] == ["main.a", "main.b"]
+    assert [dict(node.labels) for node in plan.nodes] == [RUN, RUN]
+    assert status_condition(plan, "Ready").reason == "NoNodeReady"
+    assert plan.requeue_seconds is not None
+
+
+def test_a_second_pass_writes_nothing() -> None:
+    first = plan_pool(facts(), OPTIONS)
+    assert first.status is not None
+    assert status_condition(first, "Ready").status == "True"
+    second = plan_pool(facts(with_status(pool_manifest(), first), now=NOW + timedelta(minutes=5)), OPTIONS)
+    assert second.status is None
+    assert second.daemonset is None
+    assert [node.num_writes for node in second.nodes] == [0, 0]
+    assert second.regions_to_delete == ()
+    assert not second.labels_to_remove
+    assert second.requeue_seconds is None
+
+
+def test_sums_are_of_the_regions_that_serve() -> None:
+    regions = {
+        "a": serving("a", usedBytes=5, savedBytes=7, enginesAttached=3, enginesReplicated=2),
+        "b": region("b", condition("Ready", "False", "PagesUnavailable"), capacityBytes=99),
+    }
+    plan = plan_pool(facts(regions=regions), OPTIONS)
+    assert plan.status is not None
+    assert (plan.status.capacity_bytes, plan.status.used_bytes, plan.status.saved_bytes) == (1 << 30, 5, 7)
+    assert (plan.status.engines.attached, plan.status.engines.replicated) == (3, 2)
+
+
+def test_a_node_short_of_pages_is_left_out_and_told_what_to_run() -> None:
+    nodes = (
+        observe_node(node_manifest("a", labels=READY)),
+        observe_node(node_manifest("b", pages="512Mi", labels=RUN)),
+    )
+    plan = plan_pool(facts(nodes=nodes, regions={"a": serving("a")}), OPTIONS)
+    (short,) = [node for node in plan.nodes if node.node == "b"]
+    assert short.labels == {"daemon.kvoffload.io/main": None}
+    assert short.node_ready is not None
+    assert short.node_ready.status == "False"
+    assert "echo 512 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages" in short.node_ready.message
+    assert "512Mi" in short.node_ready.message
+    assert "1Gi" in short.node_ready.message
+    assert status_condition(plan, "HugepagesAvailable").reason == "NodesShortOfPages"
+    assert status_condition(plan, "Ready").reason == "SomeNodesNotReady"
+    assert plan.status is not None
+    assert plan.status.nodes.short_of_pages == 1
+    assert [problem.node for problem in plan.status.problems] == ["b"]
+
+
+def test_pages_of_another_pool_on_the_node_are_not_counted_twice() -> None:
+    other = observe_pool(pool_manifest("other", capacity="512Mi"))
+    mine = observe_pool(pool_manifest())
+    nodes = (observe_node(node_manifest("a", labels={**RUN, "daemon.kvoffload.io/other": "run"})),)
+    plan = plan_pool(facts(nodes=nodes, regions={}, pools={"main": mine, "other": other}, daemon_pods={}), OPTIONS)
+    assert plan.nodes[0].violation is not None
+    assert "512Mi of them used by other pools" in plan.nodes[0].violation.message
+    assert status_condition(plan, "Degraded").reason == "OverlapsAnotherPool"
+    assert "other on 1 nodes" in status_condition(plan, "Degraded").message
+
+
+def test_a_pool_that_asks_more_than_any_node_has_says_so() -> None:
+    plan = plan_pool(facts(pool_manifest(capacity="2Gi"), regions={}), OPTIONS)
+    found = status_condition(plan, "HugepagesAvailable")
+    assert (found.status, found.reason) == ("False", "ExceedsEveryNode")
+    assert "the most is 1Gi" in found.message
+
+
+def test_a_pool_that_matches_no_node_says_with_which_label() -> None:
+    plan = plan_pool(facts(pool_manifest(nodeSelector={"gpu": "yes"}), regions={}), OPTIONS)
+    found = status_condition(plan, "Ready")
+    assert found.reason == "NoMatchingNodes"
+    assert "kubectl label node <name> gpu=yes" in found.message
+
+
+def test_regions_and_labels_of_nodes_that_no_longer_match_go() -> None:
+    nodes = (
+        observe_node(node_manifest("a", labels={**READY, "gpu": "yes"})),
+        observe_node(node_manifest("b", labels=READY)),
+    )
+    plan = plan_pool(
+        facts(pool_manifest(nodeSelector={"gpu": "yes"}), nodes=nodes, regions={n: serving(n) for n in "abc"}), OPTIONS
+    )
+    assert {name for name, _ in plan.regions_to_delete} == {"main.b", "main.c"}
+    assert plan.labels_to_remove == {"b": ("pool.kvoffload.io/main", "daemon.kvoffload.io/main")}
+
+
+@pytest.mark.parametrize(
+    ("pod", "state", "reason"),
+    [
+        (None, "pending", "DaemonPending"),
+        (ObservedDaemonPod("d", "a", False, None, "Unschedulable: 0/1 nodes"), "pending", "DaemonPending"),
+        (ObservedDaemonPod("d", "a", True, None, "container daemon: CrashLoopBackOff: x"), "failing", "DaemonFailing"),
+        (ObservedDaemonPod("d", "a", True, NOW, ""), "ready", None),
+    ],
+)
+def test_the_daemon_s_pod_decides_where_not_all_are_available(
+    pod: ObservedDaemonPod | None, state: str, reason: str | None
+) -> None:
+    node = observe_node(node_manifest("a", labels=RUN))
+    plan = plan_pool(facts(nodes=(node,), regions={"a": serving("a")}, daemon_pods={"a": pod} if pod else {}), OPTIONS)
+    assert plan.nodes[0].state == state
+    violation = plan.nodes[0].violation
+    assert (violation.reason if violation else None) == reason
+
+
+def test_a_daemon_that_does_not_report_is_named_after_a_while_only() -> None:
+    silent = region("a", condition("NodeReady", reason="DaemonRunning", age=89))
+    node = observe_node(node_manifest("a", labels=RUN))
+    early = plan_pool(facts(nodes=(node,), regions={"a": silent}), OPTIONS)
+    late = plan_pool(facts(nodes=(node,), regions={"a": silent}, now=NOW + timedelta(seconds=2)), OPTIONS)
+    assert [early.nodes[0].state, late.nodes[0].state] == ["pending", "not_reporting"]
+    assert early.requeue_seconds is not None, "nobody else would wake it"
+
+
+def test_what_the_daemon_says_is_passed_on() -> None:
+    wrong = region("a", condition("NodeReady"), condition("Ready", "False", "CgroupLimit", "limit 3 of 5"))
+    plan = plan_pool(facts(nodes=(observe_node(node_manifest("a", labels=READY)),), regions={"a": wrong}), OPTIONS)
+    assert plan.nodes[0].state == "failing"
+    assert "limit 3 of 5" in status_condition(plan, "Ready").message
+    assert plan.nodes[0].labels == {"pool.kvoffload.io/main": None}
+
+
+def test_mode_observe_makes_nothing_and_counts_what_nodes_would_give() -> None:
+    nodes = (observe_node(node_manifest("a")), observe_node(node_manifest("b", pages="0")))
+    plan = plan_pool(
+        facts(pool_manifest(mode="Observe"), nodes=nodes, regions={}, daemonset=None, daemon_pods={}), OPTIONS
+    )
+    assert plan.daemonset is None
+    assert [node.num_writes for node in plan.nodes] == [0, 0]
+    found = status_condition(plan, "Ready")
+    assert found.reason == "Observing"
+    assert "1 of 2 nodes could give 1Gi" in found.message
+    assert plan.requeue_seconds is None
+
+
+def test_mode_paused_keeps_daemons_and_regions_and_takes_the_ready_label_away() -> None:
+    plan = plan_pool(facts(pool_manifest(mode="Paused")), OPTIONS)
+    assert plan.daemonset is None
+    assert plan.regions_to_delete == ()
+    assert all(node.region is not None and node.region["spec"]["mode"] == "Paused" for node in plan.nodes)
+    assert [dict(node.labels) for node in plan.nodes] == [{"pool.kvoffload.io/main": None}] * 2
+    assert status_condition(plan, "Ready").reason == "Paused"
+
+
+def test_an_invalid_spec_is_a_condition_and_changes_nothing_else() -> None:
+    plan = plan_pool(facts(pool_manifest(capacity="100Mi")), OPTIONS)  # valid: a multiple
+    assert plan.status is not None
+    bad = pool_manifest()
+    bad["spec"]["capacity"] = (1 << 30) + 1
+    plan = plan_pool(facts(bad), OPTIONS)
+    found = status_condition(plan, "Ready")
+    assert found.reason == "InvalidSpec"
+    assert "nearest multiples are 1Gi and 1026Mi" in found.message
+    assert (plan.daemonset, plan.nodes, plan.regions_to_delete) == (None, (), ())
+
+
+def test_a_spec_that_does_not_parse_is_a_condition_too() -> None:
+    bad = pool_manifest()
+    bad["spec"]["mode"] = "Sideways"
+    found = status_condition(plan_pool(facts(bad), OPTIONS), "Ready")
+    assert found.reason == "InvalidSpec"
+    assert "spec.mode" in found.message
+
+
+def test_case_29_fields_that_an_older_crd_dropped_are_named_and_no_limit_is_lost() -> None:
+    old = pool_manifest(quotas=[{"namespace": "x", "guaranteed": "1Mi"}])
+    for field in ("maxEnginesPerNode", "sharing"):
+        del old["spec"][field]
+    plan = plan_pool(facts(old), OPTIONS)
+    found = status_condition(plan, "Degraded")
+    assert (found.status, found.reason) == ("True", "CRDOutdated")
+    assert "maxEnginesPerNode, sharing" in found.message
+    written = plan.nodes[0].region
+    assert written is not None
+    assert written["spec"]["maxEngines"] == 64
+    assert written["spec"]["quotas"] == [{"namespace": "x", "guaranteedBytes": 1 << 20, "limitBytes": 1 << 30}]
+
+
+def test_a_pool_whose_fields_are_all_stored_is_not_called_outdated() -> None:
+    assert status_condition(plan_pool(facts(), OPTIONS), "Degraded").status == "False"
+
+
+def test_pods_keep_the_pages_of_a_shrinking_region_until_it_has_given_them_back() -> None:
+    shrunk = pool_manifest(capacity="512Mi")
+    waiting = plan_pool(facts(shrunk), OPTIONS)
+    assert waiting.daemonset is None, "the regions still hold 1Gi: the pods' template stays"
+    assert waiting.nodes[0].region is not None
+    assert waiting.nodes[0].region["spec"]["capacityBytes"] == 512 << 20
+    assert status_condition(waiting, "RegionsProvisioned").reason == "RolloutInProgress"
+    small = {"capacity": "512Mi"}
+    done = plan_pool(facts(shrunk, regions={name: serving(name, capacityBytes=512 << 20) for name in "ab"}), OPTIONS)
+    assert done.daemonset is not None
+    limits = done.daemonset["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["hugepages-2Mi"] == str(spec_of(**small).capacity)
+
+
+def test_a_webhook_that_does_not_answer_is_said_in_the_pool() -> None:
+    down = InjectionHealth(PoolReason.WEBHOOK_UNAVAILABLE, "0 of 2 replicas")
+    found = status_condition(plan_pool(facts(injection=down), OPTIONS), "InjectionReady")
+    assert (found.status, found.reason) == ("False", "WebhookUnavailable")
+
+
+def test_events_follow_changes_and_nothing_else() -> None:
+    plan = plan_pool(facts(), OPTIONS)
+    assert plan.status is not None
+    first = find_transitions({}, plan.status)
+    assert [one.condition.type for one in first] == ["Ready"], "of a new pool only Ready is news"
+    assert find_transitions(plan.status.to_manifest(), plan.status) == []
+    worse = plan_pool(facts(with_status(pool_manifest(), plan), regions={"a": serving("a")}), OPTIONS)
+    assert worse.status is not None
+    changed = find_transitions(plan.status.to_manifest(), worse.status)
+    assert {one.condition.type for one in changed if one.is_warning} == {"Ready", "RegionsProvisioned"}
+
+
+def test_a_pending_daemon_s_node_is_read_from_its_affinity() -> None:
+    manifest = {
+        "metadata": {"name": "d"},
+        "spec": {
+            "affinity": {
+                "nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {
+                        "nodeSelectorTerms": [{"matchFields": [{"key": "metadata.name", "values": ["n7"]}]}]
+                    }
+                }
+            }
+        },
+        "status": {
+            "phase": "Pending",
+            "conditions": [
+                {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}
+            ],
+        },
+    }
+    pod = observe_daemon_pod(manifest)
+    assert (pod.node, pod.is_running, pod.problem) == ("n7", False, "Unschedulable: 0/1 nodes")
+
+
+def test_a_node_matches_where_it_has_all_labels() -> None:
+    node = observe_node(node_manifest("a", labels={"x": "1", "y": "2"}))
+    assert node_matches(node, {})
+    assert node_matches(node, {"x": "1", "y": "2"})
+    assert not node_matches(node, {"x": "1", "z": ""})
