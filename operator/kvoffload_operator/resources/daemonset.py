@@ -16,6 +16,7 @@ from kvoffload.api.keys import (
     daemonset_name,
 )
 from kvoffload.api.pool import Fallback, HugetlbfsMount, KVOffloadPoolSpec, PageSize
+from kvoffload.units import parse_quantity
 
 Manifest = dict[str, Any]
 
@@ -100,13 +101,17 @@ def _pod_spec(pool: str, spec: KVOffloadPoolSpec, *, capacity_bytes: int, option
     mount = f"{MANAGED_MOUNT_ROOT}/{spec.page_size.value}" if managed else options.hugetlbfs_paths[spec.page_size]
     hugepages: Manifest
     if on_hugetlbfs:
-        hugepages = {"name": "hugepages", "hostPath": {"path": mount, "type": "" if managed else "Directory"}}
+        hugepages = {"name": "hugepages", "hostPath": {"path": mount, "type": ""}}
     else:
         hugepages = {"name": "hugepages", "emptyDir": {"medium": "Memory", "sizeLimit": str(capacity_bytes)}}
     daemon_resources: Manifest = {kind: dict(values) for kind, values in options.resources.items()}
     if on_hugetlbfs:
         for kind in ("requests", "limits"):
             daemon_resources.setdefault(kind, {})[spec.page_size.resource_name] = str(capacity_bytes)
+    else:
+        for values in daemon_resources.values():  # tmpfs is charged as the pod's memory
+            if "memory" in values:
+                values["memory"] = str(parse_quantity(values["memory"]) + capacity_bytes)
     environment = [
         {"name": "KVOFFLOAD_POOL", "value": pool},
         {"name": "KVOFFLOAD_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},

@@ -62,7 +62,7 @@ def injected(pod: dict[str, Any], given: PoolFacts | None = None) -> dict[str, A
     return apply_patch(pod, outcome)
 
 
-# --- case 23 ------------------------------------------------------------------------------------------------------------
+# --- case 23 ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_case_23_a_launcher_script_is_injected_and_left_to_the_engine() -> None:
     assert after["metadata"]["annotations"][REPLICATED_LAYOUT_ANNOTATION].startswith("auto (UnknownModel: ")
 
 
-# --- case 24 ------------------------------------------------------------------------------------------------------------
+# --- case 24 ----------------------------------------------------------------------------
 
 
 def test_a_bare_pod_gets_one_volume_one_read_only_mount_and_a_preference() -> None:
@@ -232,7 +232,7 @@ def test_a_pod_bound_to_a_node_gets_no_affinity() -> None:
     assert "affinity" not in injected(pod_manifest(command=DEEPSEEK, nodeName="n"))["spec"]
 
 
-# --- case 25, case 5 ------------------------------------------------------------------------------------------------------
+# --- case 25, case 5 ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

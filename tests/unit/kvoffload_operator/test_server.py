@@ -1,0 +1,133 @@
+"""The admission server over HTTP: what it answers, and that nothing inside it denies a pod (case 25)."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvoffload_operator import metrics
+from kvoffload_operator.kube import ApiServerError, Resource
+from kvoffload_operator.webhook import server as server_module
+from kvoffload_operator.webhook.server import AdmissionServer, ObjectCache
+from operator_builders import pod_manifest, pool_manifest
+
+DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
+
+
+class Reader:
+    """Objects by name, as the API server would give them; counts and can fail."""
+
+    def __init__(self, **objects: dict[str, Any]) -> None:
+        self.objects, self.num_reads, self.error = objects, 0, None
+
+    error: Exception | None
+
+    async def get(self, resource: Resource, name: str, namespace: str = "") -> dict[str, Any] | None:
+        self.num_reads += 1
+        if self.error is not None:
+            raise self.error
+        return self.objects.get(name)
+
+
+def review(pod: dict[str, Any], namespace: str = "team") -> dict[str, Any]:
+    return {"request": {"uid": "u-1", "namespace": namespace, "object": pod}}
+
+
+async def post(reader: Reader, path: str, body: Any) -> dict[str, Any]:
+    admission = AdmissionServer(reader, operator_namespace="kvoffload-system")  # type: ignore[arg-type]
+    async with TestClient(TestServer(admission.build_app())) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status == 200, await answer.text()
+        response: dict[str, Any] = (await answer.json())["response"]
+    assert response["uid"] == "u-1"
+    return response
+
+
+def count(result: str, reason: str = "") -> float:
+    return metrics.injections_total.labels(result=result, reason=reason)._value.get()
+
+
+async def test_an_opted_in_pod_is_patched_and_counted() -> None:
+    before = count("injected")
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    assert response["allowed"] is True
+    operations = json.loads(base64.b64decode(response["patch"]))
+    assert {operation["op"] for operation in operations} <= {"add", "replace"}
+    assert count("injected") == before + 1
+
+
+async def test_a_skipped_pod_is_allowed_with_a_warning_that_says_why() -> None:
+    response = await post(Reader(), "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    assert response["allowed"] is True
+    assert "PoolNotFound" in response["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), ApiServerError(500, "InternalError", "x"), TimeoutError(), KeyError("spec")]
+)
+async def test_whatever_is_raised_inside_allows_the_pod_unpatched_and_is_counted(error: Exception) -> None:
+    reader = Reader()
+    reader.error = error
+    before = count("error", type(error).__name__)
+    response = await post(reader, "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    assert response == {"uid": "u-1", "allowed": True}
+    assert count("error", type(error).__name__) == before + 1
+
+
+@pytest.mark.parametrize("pod", [{}, {"metadata": {}}, {"metadata": {"labels": {"kvoffload.io/pool": 7}}}, None, []])
+async def test_a_pod_that_is_no_pod_is_allowed_too(pod: Any) -> None:
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods", review(pod))
+    assert response["allowed"] is True
+
+
+async def test_a_bug_in_the_injection_itself_allows_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server_module, "inject", broken)
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    assert response == {"uid": "u-1", "allowed": True}
+
+
+async def test_validation_tells_all_errors_at_once_and_warns_of_what_may_surprise() -> None:
+    spec = {"capacity": (1 << 30) + 1, "namespaceSelector": {"matchExpressions": [{"key": "a", "operator": "In"}]}}
+    response = await post(Reader(), "/validate-pools", {"request": {"uid": "u-1", "object": {"spec": spec}}})
+    assert response["allowed"] is False
+    message = response["status"]["message"]
+    assert "nearest multiples are 1Gi and 1026Mi" in message
+    assert "spec.namespaceSelector.matchExpressions[0].values: operator In needs at least one value" in message
+    good = {"capacity": "1Gi", "sharing": "Pool"}
+    response = await post(Reader(), "/validate-pools", {"request": {"uid": "u-1", "object": {"spec": good}}})
+    assert response["allowed"] is True
+    assert len(response["warnings"]) == 2
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_the_cache_reads_once_while_fresh_and_serves_the_old_where_reading_fails() -> None:
+    reader, clock = Reader(main=pool_manifest()), Clock()
+    cache = ObjectCache(reader, None, clock=clock)  # type: ignore[arg-type]
+    assert await cache.get("main") == pool_manifest()
+    assert await cache.get("main") == pool_manifest()
+    assert reader.num_reads == 1
+    clock.now += server_module.FRESH_SECONDS
+    reader.error = ApiServerError(0, "down", "x")
+    assert await cache.get("main") == pool_manifest()
+    clock.now += server_module.STALE_SECONDS
+    with pytest.raises(ApiServerError):
+        await cache.get("main")
+
+
+async def test_that_there_is_no_such_pool_is_never_remembered() -> None:
+    reader = Reader()
+    cache = ObjectCache(reader, None)  # type: ignore[arg-type]
+    assert await cache.get("main") is None
+    reader.objects["main"] = pool_manifest()
+    assert await cache.get("main") is not None
