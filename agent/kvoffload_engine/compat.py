@@ -6,6 +6,7 @@ named here) 0.31         `kv_tp_replicas`
 0.33         manager.lock, config_info, submit_load(expedited=): inherited defaults do
 """
 
+import functools
 import importlib
 import importlib.metadata
 import re
@@ -89,6 +90,8 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorHandshakeMetadata",),
     "vllm.engine.arg_utils": ("EngineArgs.create_engine_config",),
+    "vllm.v1.engine.core": ("EngineCore.collective_rpc",),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.get_kv_connector",),
 }
 """Every name of vLLM that we override, call or subclass, checked once before the connector is set."""
 
@@ -143,6 +146,40 @@ def executor_name(parallel_config: Any) -> str:
         if backend is None
         else getattr(backend, "__name__", str(backend))
     )
+
+
+def attention_backends(vllm_config: Any) -> list[str]:
+    """The attention backends that this worker's layers resolved to, each once: they lay out a page in their own way."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return sorted({str(layer.get_attn_backend().get_name()) for layer in layers if hasattr(layer, "get_attn_backend")})
+
+
+def watch_weight_updates(connector_class: type) -> None:
+    """Tell the engine core's connector, if it is of this class, before and after any call of the workers that is named
+    after weights (`update_weights`, `reload_weights`, `start_weight_update`, a user's `sync_weights` ...).
+
+    Runs in the engine core, where vLLM sends such calls from; the wrapping is done once.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.collective_rpc
+    if getattr(original, "_kvoffload_wrapped", False):
+        return
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        connector = self.scheduler.get_kv_connector()
+        name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        if "weight" not in name.lower() or not isinstance(connector, connector_class):
+            return original(self, method, *args, **kwargs)
+        connector.weights_changed()  # type: ignore[attr-defined]
+        try:
+            return original(self, method, *args, **kwargs)
+        finally:
+            connector.weights_changed()  # type: ignore[attr-defined]
+
+    collective_rpc._kvoffload_wrapped = True  # type: ignore[attr-defined]
+    EngineCore.collective_rpc = collective_rpc
 
 
 def request_keys(request_state: Any) -> list[bytes]:

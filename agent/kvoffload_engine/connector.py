@@ -88,6 +88,8 @@ class KVOffloadConnector(OffloadingConnector):
         except Exception as error:  # noqa: BLE001 - vLLM must start without us
             self._become_inert(f"{type(error).__name__}: {error}")
         self._config = vllm_config
+        if self.connector_scheduler is not None:
+            compat.watch_weight_updates(KVOffloadConnector)
         if self.connector_worker is not None:
             self.connector_worker.spec.build_worker = functools.partial(self._build_worker, kv_cache_config)
 
@@ -286,6 +288,11 @@ class KVOffloadConnector(OffloadingConnector):
     def reset_cache(self) -> bool | None:
         """The engine's cache is reset: a new generation for us."""
         return True if self._inert_because else super().reset_cache()
+
+    def weights_changed(self) -> None:
+        """The weights were, or are about to be, updated in place: keys no longer mean what they mean elsewhere."""
+        if not self._inert_because:
+            self._manager.weights_changed()
 
     def get_kv_connector_stats(self) -> Any:
         """VLLM's own transfer statistics."""

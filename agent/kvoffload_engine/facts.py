@@ -76,6 +76,7 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
         kv_dtypes=sorted(
             {f"{getattr(spec, 'dtype', '')}/{getattr(spec, 'cache_dtype_str', '')}" for spec in specs.values()}
         ),
+        attention_backends=compat.attention_backends(vllm_config),
         has_checksums=layout.has_checksums,
     )
     device = kv_caches.tensors[0].tensor.device.type

@@ -44,6 +44,7 @@ def collect_identity(
     blocks_per_chunk: int,
     tokens_per_hash: int,
     kv_dtypes: Sequence[str],
+    attention_backends: Sequence[str],
     has_checksums: bool,
 ) -> Fingerprint:
     """The fingerprint of one worker; equal on every rank of an engine.
@@ -71,7 +72,7 @@ def collect_identity(
             "kv_cache_dtype": str(cache.cache_dtype),
             "kv_dtypes": list(kv_dtypes),
             "kv_cache_layout": str(getattr(cache, "kv_cache_layout", None)),
-            "attention_backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+            "attention_backends": list(attention_backends),
             "model_runner_v2": bool(getattr(vllm_config, "use_v2_model_runner", False)),
             "hash": str(cache.prefix_caching_hash_algo),
             "tokens_per_hash": tokens_per_hash,

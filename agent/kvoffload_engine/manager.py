@@ -244,7 +244,10 @@ class KVOffloadManager(OffloadingManager):
         self._report()
 
     def weights_changed(self) -> None:
-        """The weights were updated in place: what is stored from now on means something in this engine alone."""
+        """The weights were updated in place: what is stored from now on means something in this engine alone, and what
+        was stored before is not hit. Stores under way hold what the old weights made, under the old namespace."""
+        if not self._is_private:
+            logger.info("kvoffload scheduler: weights are updated in place: this engine shares no chunks from now on")
         self._is_private = True
         self.reset_cache()
 

@@ -334,10 +334,12 @@ class KVOffloadWorker(OffloadingWorker):
         self._next_report = now + REPORT_SECONDS
         session = self._connector.current()
         counts = (self._stored_bytes, self._loaded_bytes, self._failed_loads, self._failed_stores)
+        refused = self._transfer.registration_refused
+        note = f"pages are not registered with the device of rank {self._rank}: {refused}" if refused else ""
         if session is None or not any(counts):
             return
         try:
-            session.send(Report(*counts))
+            session.send(Report(*counts, note=note))
         except DaemonUnavailable:
             return  # counted again with the next session
         self._stored_bytes = self._loaded_bytes = self._failed_loads = self._failed_stores = 0

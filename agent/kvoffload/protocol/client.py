@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -72,6 +73,8 @@ class Session:
         self._closed_because = ""
         self._lock = threading.RLock()
         sock.setblocking(False)
+        # Not closed by `close`: another thread may be polling the descriptor, whose number would be taken anew.
+        weakref.finalize(self, _close_all, sock, descriptors).atexit = False
 
     @classmethod
     def connect(cls, path: str, hello: Hello, timeout_seconds: float = CONNECT_SECONDS) -> "Session":
@@ -103,18 +106,11 @@ class Session:
                 raise ProtocolError(f"the daemon answered a hello with {type(answer).__name__}, needed Welcome")
             return cls(sock, answer, descriptors, reader)
         except OSError as error:
-            sock.close()
-            _close_descriptors(descriptors)
+            _close_all(sock, descriptors)
             raise DaemonUnavailable(f"no daemon at {path} within {timeout_seconds:g} s: {error}") from error
         except BaseException:
-            sock.close()
-            _close_descriptors(descriptors)
+            _close_all(sock, descriptors)
             raise
-
-    def __del__(self) -> None:
-        """Close the socket and what nobody took."""
-        self._sock.close()
-        _close_descriptors(self.descriptors)
 
     @property
     def is_open(self) -> bool:
@@ -132,7 +128,8 @@ class Session:
 
     def take_descriptors(self) -> list[int]:
         """The welcome's descriptors; the caller closes them."""
-        taken, self.descriptors = self.descriptors, []
+        taken = list(self.descriptors)
+        self.descriptors.clear()
         return taken
 
     def send(self, *messages: Message) -> None:
@@ -374,7 +371,8 @@ def refusal_reason(text: str) -> RefusalReason:
         return RefusalReason.NOT_READY
 
 
-def _close_descriptors(descriptors: list[int]) -> None:
+def _close_all(sock: socket.socket, descriptors: list[int]) -> None:
+    sock.close()
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
