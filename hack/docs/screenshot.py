@@ -29,7 +29,8 @@ STYLE = """
 body { margin: 0; background: #f4f5f5; font: 12px 'DejaVu Sans', sans-serif; color: #24292e; }
 h1 { font-size: 16px; margin: 14px 16px 4px; } p { margin: 0 16px 10px; color: #6e7781; }
 .grid { display: grid; grid-template-columns: repeat(12, 1fr); gap: 10px; padding: 0 16px 16px; }
-.panel { background: #fff; border: 1px solid #d8dbe0; border-radius: 3px; padding: 6px 8px; grid-column: span 6; }
+.panel { background: #fff; border: 1px solid #d8dbe0; border-radius: 3px; padding: 6px 8px; grid-column: span 6;
+  min-width: 0; }
 .figure { grid-column: span 3; } .figure b { font-size: 30px; color: #37872d; display: block; padding: 8px 0; }
 .title { font-weight: bold; } .legend span { margin-right: 12px; white-space: nowrap; }
 """
@@ -76,7 +77,7 @@ def draw_panel(panel: Panel, drawn: list[tuple[Query, Series]], *, start: float,
     if panel.is_figure:
         value = drawn[0][1].points[-1][1] if drawn else None
         return f"<div class='panel figure'>{title}<b>{'-' if value is None else show(value, panel.unit)}</b></div>"
-    legends = "".join(
+    legends = " ".join(
         f"<span><font color='{COLOURS[number % len(COLOURS)]}'>&#9632;</font> "
         f"{html.escape(legend(query, series))}</span>"
         for number, (query, series) in enumerate(drawn)

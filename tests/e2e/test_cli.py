@@ -154,7 +154,7 @@ def test_alerts_on_short_nodes_and_unready_pools_would_fire(troubled: Kubernetes
         for group in yaml.safe_load((CHART / "rules" / "kvoffload.yaml").read_text())["groups"]
         for rule in group["rules"]
     }
-    with running_prometheus(troubled.settings, tmp_path) as prometheus:
+    with running_prometheus(troubled, tmp_path) as prometheus:
         for alert in ("KVOffloadNodesShortOfPages", "KVOffloadPoolNotReady"):
             wait_until(
                 f"{alert} to have a reason",

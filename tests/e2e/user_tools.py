@@ -65,7 +65,8 @@ def use_tools(kubernetes: Kubernetes, pods: list[str]) -> ToolOutputs:
         "explain": ["explain", "pod", pods[0]],
     }
     plugin = {name: run_plugin(kubernetes, *arguments) for name, arguments in commands.items()}
-    prometheus = Prometheus(log=OUTPUT / "prometheus" / "prometheus.log")
+    folder = OUTPUT / "prometheus"
+    prometheus = Prometheus(kubernetes, targets=folder / "targets.json", log=folder / "prometheus.log")
     prometheus.wait_scraped()
     queries = [(title, query, prometheus.query(query)) for title, query in dashboard_queries()]
     picture = OUTPUT / "dashboard.png"
