@@ -142,7 +142,7 @@ class IndexMachine(RuleBasedStateMachine):
         slab = self.index.slab(engine.slot_bytes)
         account = self.accounts[engine.account]
         untouchable = self.untouchable_units()
-        before = dict(slab.evictable.get(account, {}))
+        before = {o: tick for o, tick in slab.evictable.get(account, {}).items() if not self.index.ready[o].holders}
         had_room = bool(slab.partial or self.index.spare)
         offsets, reason = self.index.reserve(
             slab,
@@ -222,7 +222,7 @@ class IndexMachine(RuleBasedStateMachine):
         hits = [(ready[key], key) for key in keys if key in ready]
         for offset, key in hits:
             self.check_bytes(engine, offset, key)
-        self.index.lease_hits(engine.holder, [offset for offset, _ in hits], engine.owner.storer)
+        self.index.lease(engine.holder, [offset for offset, _ in hits], engine.owner.storer)
 
     @rule(number=st.integers(0, 7), pick=st.integers(0, 9), twice=st.booleans())
     def unpin(self, number: int, pick: int, twice: bool) -> None:
@@ -333,9 +333,9 @@ class IndexMachine(RuleBasedStateMachine):
         for engine in self.engines:
             for offset in engine.holder:
                 leased[offset] = leased.get(offset, 0) + 1
-        assert leased == index.leases
+        assert leased == {offset: slot.holders for offset, slot in index.ready.items() if slot.holders}
         evictable = {o for slab in index.slabs.values() for lru in slab.evictable.values() for o in lru}
-        assert evictable == {o for o in index.ready if o not in index.leases}
+        assert {o for o in index.ready if o not in leased} <= evictable <= set(index.ready) - index.orphans
         for namespace in index.namespaces.values():
             for key, offset in namespace.ready.items():
                 assert index.ready[offset].key == key

@@ -6,23 +6,35 @@ demand, and what is evicted is always (by the extent's own measure, its last use
 """
 
 import heapq
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvoffload_node.index.quotas import Account
-from kvoffload_node.index.slots import Extent, Slab
+from kvoffload_node.index.slots import Extent, ReadySlot, Slab
 
 if TYPE_CHECKING:
     from kvoffload_node.index.tenant import TenantIndex
 
 
-def coldest_slot(slab: Slab, account: Account) -> tuple[int, int] | None:
+def coldest_unleased(lru: "OrderedDict[int, int]", ready: Mapping[int, ReadySlot]) -> tuple[int, int] | None:
+    """Offset and tick of the coldest slot that nobody leases; leased ones before it are taken out of the order."""
+    while lru:
+        offset = next(iter(lru))
+        if not ready[offset].holders:
+            return offset, lru[offset]
+        del lru[offset]  # it comes back, as the warmest, when its last lease ends
+    return None
+
+
+def coldest_slot(slab: Slab, ready: Mapping[int, ReadySlot], account: Account) -> tuple[int, int] | None:
     """Offset and tick of the slot to evict for `account`, None if all are leased or guaranteed to others."""
     best: tuple[int, int] | None = None
     for owner, lru in slab.evictable.items():
-        if lru and owner.may_lose(slab.slot_bytes, to=account):
-            offset, tick = next(iter(lru.items()))
-            if best is None or tick < best[1]:
-                best = (offset, tick)
+        if owner.may_lose(slab.slot_bytes, to=account):
+            coldest = coldest_unleased(lru, ready)
+            if coldest is not None and (best is None or coldest[1] < best[1]):
+                best = coldest
     return best
 
 

@@ -60,7 +60,8 @@ class Slab:
     partial: dict[int, Extent] = field(default_factory=dict)
     """Extents with FREE slots."""
     evictable: dict[Account, "OrderedDict[int, int]"] = field(default_factory=dict)
-    """READY slots that nobody leases, with the tick of their last use, the coldest first."""
+    """READY slots with the tick of their last use, the coldest first. All that nobody leases are here; a leased one may
+    be, and is passed over: taking it out and in again with every look-up would cost more than the look-up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +75,8 @@ class ReadySlot:
     """Number of the engine (and generation) that stored it."""
     lru: "OrderedDict[int, int]"
     """Where it waits to be evicted while nobody leases it."""
+    holders: int = 0
+    """Sessions that lease it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 from kvoffload.errors import ProtocolError
-from kvoffload_node.index.eviction import ColdExtents, coldest_slot
+from kvoffload_node.index.eviction import ColdExtents, coldest_slot, coldest_unleased
 from kvoffload_node.index.journal import UNCUT, TenantJournal
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import MIN_SLOT_BYTES, Extent, Namespace, ReadySlot, Slab, Write, WriteOwner
@@ -70,8 +70,6 @@ class TenantIndex:
         self.ready: dict[int, ReadySlot] = {}
         self.writes: dict[int, Write] = {}
         self.orphans: set[int] = set()
-        self.leases: dict[int, int] = {}
-        """How many holders lease a slot."""
         self.cold = ColdExtents(self)
         self.evicted_bytes: dict[str, int] = {}
         """By reason."""
@@ -80,28 +78,21 @@ class TenantIndex:
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
-    def lease_hits(self, holder: Holder, offsets: Sequence[int], storer: int) -> int:
-        """Lease each slot that a look-up found. Returns how many another engine than `storer` has stored."""
-        self.lease(holder, offsets)
+    def lease(self, holder: Holder, offsets: Iterable[int], storer: int = 0) -> int:
+        """One more lease on each, READY or ORPHANED. Returns how many of them others than `storer` have stored."""
         ready = self.ready
-        return sum(ready[offset].storer != storer for offset in offsets)
-
-    def lease(self, holder: Holder, offsets: Iterable[int]) -> None:
-        """One more lease on each; they must be READY or ORPHANED."""
-        leases = self.leases
-        ready = self.ready
+        of_others = 0
         for offset in offsets:
+            slot = ready[offset]
+            if slot.storer != storer:
+                of_others += 1
             count = holder.get(offset)
-            if count is not None:
-                holder[offset] = count + 1
-                continue
-            holder[offset] = 1
-            holders = leases.get(offset)
-            if holders is None:
-                leases[offset] = 1
-                ready[offset].lru.pop(offset, None)
+            if count is None:
+                holder[offset] = 1
+                slot.holders += 1
             else:
-                leases[offset] = holders + 1
+                holder[offset] = count + 1
+        return of_others
 
     def pin(self, holder: Holder, offsets: Sequence[int]) -> None:
         """One more lease on slots that the holder leases already. Raises ProtocolError."""
@@ -132,26 +123,23 @@ class TenantIndex:
         self._release(released)
 
     def _release(self, offsets: list[int]) -> None:
-        leases = self.leases
         ready = self.ready
         self.clock.tick += 1
         tick = self.clock.tick
-        positions = set()
         extent_bytes = self.extent_bytes
-        for offset in offsets:
-            holders = leases[offset]
-            if holders > 1:
-                leases[offset] = holders - 1
-                continue
-            del leases[offset]
-            if offset in self.orphans:
-                self.orphans.discard(offset)
-                self._free(offset, ready.pop(offset).account)
-                continue
-            ready[offset].lru[offset] = tick
-            positions.add(offset // extent_bytes)
-        for position in positions:
+        # Before the slots: one that is freed here may be the last of its extent.
+        for position in {offset // extent_bytes for offset in offsets}:
             self.extents[position].last_used = tick
+        for offset in offsets:
+            slot = ready[offset]
+            slot.holders -= 1
+            if slot.holders == 0:
+                if offset in self.orphans:
+                    self.orphans.discard(offset)
+                    self._free(offset, ready.pop(offset).account)
+                else:
+                    slot.lru[offset] = tick
+                    slot.lru.move_to_end(offset)
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +193,7 @@ class TenantIndex:
             if self.spare:
                 self._cut(self.spare.pop(), slab)
                 continue
-            oldest = coldest_slot(slab, account) if self.may_evict else None
+            oldest = coldest_slot(slab, self.ready, account) if self.may_evict else None
             supply = find_extent(oldest[1] if oldest else self.clock.tick)
             if supply is Supply.GROWING:
                 return None, Shortage.ALLOCATING
@@ -283,11 +271,11 @@ class TenantIndex:
             return
         slot = self.ready[offset]
         del slot.namespace.ready[slot.key]
-        if offset in self.leases:
+        slot.lru.pop(offset, None)
+        if slot.holders:
             self.orphans.add(offset)
             self.journal.orphaned(offset, self.extents[offset // self.extent_bytes].slab.slot_bytes)
         else:
-            del slot.lru[offset]
             del self.ready[offset]
             self._free(offset, slot.account)
 
@@ -351,9 +339,9 @@ class TenantIndex:
     def _evict_own(self, account: Account) -> bool:
         """The account is at its limit: free its own coldest slot, of whatever size. False if none can be."""
         found = [
-            (next(iter(lru.values())), next(iter(lru)))
+            (coldest[1], coldest[0])
             for slab in self.slabs.values()
-            if (lru := slab.evictable.get(account))
+            if (lru := slab.evictable.get(account)) and (coldest := coldest_unleased(lru, self.ready))
         ]
         if not found or not self.may_evict:
             return False
@@ -388,8 +376,11 @@ class TenantIndex:
 
     def is_busy(self, extent: Extent) -> bool:
         """Whether any slot in it is leased or being written."""
-        leases, writes = self.leases, self.writes
-        return any(offset in leases or offset in writes for offset in extent.offsets(self.extent_bytes))
+        ready, writes = self.ready, self.writes
+        return any(
+            offset in writes or (offset in ready and ready[offset].holders)
+            for offset in extent.offsets(self.extent_bytes)
+        )
 
     def _free(self, offset: int, account: Account) -> None:
         extent = self.extents[offset // self.extent_bytes]
@@ -419,6 +410,11 @@ class TenantIndex:
         self.spare.append(extent.position)
 
     # --- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_leased(self) -> int:
+        """Slots that somebody leases."""
+        return sum(1 for slot in self.ready.values() if slot.holders)
 
     @property
     def has_assigned_writes(self) -> bool:

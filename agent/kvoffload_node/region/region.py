@@ -211,7 +211,7 @@ class Region:
             slots["free"] += sum(len(extent.free) for extent in index.extents.values())
             slots["writing"] += len(index.writes)
             slots["ready"] += len(index.ready) - len(index.orphans)
-            slots["leased"] += len(index.leases)
+            slots["leased"] += index.num_leased
             slots["orphaned"] += len(index.orphans)
             for reason, num_bytes in index.evicted_bytes.items():
                 evicted[reason] = evicted.get(reason, 0) + num_bytes

@@ -278,8 +278,10 @@ class Connection(asyncio.Protocol):
             traffic.count_lookups(hits=0, misses=count)
             return
         keys = unpack_keys(message.keys, key_bytes)
-        offsets = traffic.lookup(session, namespace, keys)
+        offsets = traffic.find(session, namespace, keys)
+        # Answered first, leased next: nothing else is handled between, and the scheduler waits for the answer only.
         self.send(Found(message.request, pack_offsets(offsets)))
+        traffic.lease_found(session, offsets)
 
     def _on_pin(self, session: Session, message: Pin) -> None:
         session.engine.tenant.index.pin(session.holder, unpack_offsets(message.offsets))

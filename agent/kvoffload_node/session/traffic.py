@@ -45,20 +45,23 @@ class Traffic:
         self.paused = ""
         """Why nothing is served now, empty while it is."""
 
-    def lookup(self, session: Session, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        """Offsets of the keys, -1 for a miss; each hit is leased to the session."""
+    def find(self, session: Session, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        """Offsets of the keys, -1 for a miss. `lease_found` must follow before anything else is handled."""
         engine = session.engine
         index = engine.tenant.index
         get = namespace.ready.get
         offsets = [get(key, -1) for key in keys]
-        hits = [offset for offset in offsets if offset >= 0]
-        if engine.retired and hits:
-            stale = {offset for offset in hits if index.ready[offset].storer in engine.retired}
-            offsets = [-1 if offset in stale else offset for offset in offsets]
-            hits = [offset for offset in hits if offset not in stale]
-        self.count_lookups(hits=len(hits), misses=len(offsets) - len(hits))
-        self.counters.cross_engine_hits += index.lease_hits(session.holder, hits, engine.storer)
+        if engine.retired:
+            ready, retired = index.ready, engine.retired
+            offsets = [o if o >= 0 and ready[o].storer not in retired else -1 for o in offsets]
         return offsets
+
+    def lease_found(self, session: Session, offsets: Sequence[int]) -> None:
+        """Lease each hit to the session and count."""
+        hits = [offset for offset in offsets if offset >= 0]
+        self.count_lookups(hits=len(hits), misses=len(offsets) - len(hits))
+        engine = session.engine
+        self.counters.cross_engine_hits += engine.tenant.index.lease(session.holder, hits, engine.storer)
 
     def reserve(self, engine: Engine, count: int) -> tuple[list[int], str]:
         """Up to `count` slots for the engine to write, and why not all came."""
