@@ -94,7 +94,7 @@ class DaemonProcess:
             **spec,
         }
         self._program = program or [sys.executable, "-m", "kvoffload_node"]
-        self._environment = environment or {}
+        self.environment = environment or {}
         self._listening: dict[str, tuple[AttachPod, socket.socket]] = {}
         self._attacher: list[socket.socket] = []
         self.process: subprocess.Popen[bytes] | None = None
@@ -129,7 +129,7 @@ class DaemonProcess:
             "KVOFFLOAD_HANDOFF": str(self.handoff),
             "KVOFFLOAD_METRICS_PORT": "0",
             "KVOFFLOAD_QUARANTINE_SECONDS": "0.2",
-            **self._environment,
+            **self.environment,
         }
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen([*self._program, "daemon"], env=environment, stdout=log, stderr=log)

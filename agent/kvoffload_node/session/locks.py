@@ -70,12 +70,12 @@ class Attachments:
         self._lock_path(number).unlink(missing_ok=True)
 
     def read_all(self) -> Iterator[AttachmentEntry]:
-        """Every journaled attachment; leftovers of a kill in the middle of `create` are removed."""
-        for path in sorted(self._folder.iterdir()):
-            if path.suffix == ".json":
-                yield msgspec.json.decode(path.read_bytes(), type=AttachmentEntry)
-            elif path.suffix == ".new" or not path.with_suffix(".json").exists():
+        """Every journaled attachment, the oldest first; leftovers of a kill in the middle of `create` are removed."""
+        for path in list(self._folder.iterdir()):
+            if path.suffix == ".new" or not path.with_suffix(".json").exists():
                 path.unlink()
+        for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
+            yield msgspec.json.decode(path.read_bytes(), type=AttachmentEntry)
 
     def clear(self) -> None:
         """Forget all: another boot, or the region is gone."""

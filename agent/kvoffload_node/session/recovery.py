@@ -34,8 +34,11 @@ class Recovery:
             else:
                 attachments.remove(entry.number)
 
-    def take_up(self, entry: AttachmentEntry, pods: dict[str, Pod], engines: dict[int, Engine]) -> None:
-        """Make the session of a journaled attachment, with its engine and pod if they are the first of theirs."""
+    def take_up(self, entry: AttachmentEntry, pods: dict[str, Pod], engines: dict[int, Engine]) -> Session | None:
+        """Make the session of a journaled attachment, with its engine and pod if they are the first of theirs.
+
+        Returns the session that it replaces: the same process, which had just connected again when the daemon died.
+        """
         pod = pods.get(entry.pod_uid)
         if pod is None:
             tenant = self._region.extents.tenants[entry.tenant]
@@ -53,9 +56,12 @@ class Recovery:
                 identity=entry.identity,
             )
             engines[entry.engine] = pod.engines[entry.engine_id] = engine
+        before = engine.sessions.get(entry.rank)
         engine.sessions[entry.rank] = Session(entry.number, engine, entry.rank, entry.process, recovered=True)
-        pod.tenant.num_workers += entry.rank != SCHEDULER
+        if before is None and entry.rank != SCHEDULER:
+            pod.tenant.num_workers += 1
         pod.tenant.index.may_evict = False
+        return before
 
     def restore_slots(self, engines: dict[int, Engine]) -> list[Engine]:
         """Read the journals. Returns engines that lack a rank which may have been writing: those ranks are dead."""

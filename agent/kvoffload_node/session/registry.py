@@ -60,7 +60,9 @@ class Registry:
         """When it is over, and the rank (or scheduler) of the engine that is dead."""
         self._refused: set[tuple[str, str]] = set()
         for entry in self.recovery.read_attachments(attachments):
-            self.recovery.take_up(entry, self.pods, self.engines)
+            before = self.recovery.take_up(entry, self.pods, self.engines)
+            if before is not None:
+                attachments.remove(before.number)
         for engine in self.recovery.restore_slots(self.engines):
             engine.broken = True
             for rank in set(range(engine.world_size)) - engine.sessions.keys():
