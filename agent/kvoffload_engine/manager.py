@@ -7,7 +7,7 @@ interface) and by our connector (`begin_request`, `begin_lookup`, `receives_fini
     a request's life
       begin_request   its namespace: shared, or private to the engine (adapter, multimodal input)
       begin_lookup    one Lookup with all its keys; the answer leases every hit
-      lookup (key)    from the answer; RETRY at most twice while it is on its way, then a miss
+      lookup (key)    from the answer; RETRY while it is on its way, twice and for 50 ms at least, then a miss
       prepare_load    takes leased offsets out of the answer -> RegionSlots for the workers
       on_schedule_end leases of the answer that no load took are given back
       receives_finished (all ranks): the load's leases are given back
@@ -70,6 +70,9 @@ MAX_STEP_SECONDS = 1.0
 QUIET_SECONDS = 10.0
 """How long the log keeps quiet about a circuit that opens again and again."""
 MAX_RETRIES = 2
+RETRY_SECONDS = 0.05
+"""A request is deferred at least so long before its look-up is a miss. An idle engine makes its two further steps in
+milliseconds, just when waiting costs nobody anything."""
 MAX_MISSED_STEPS = 2
 MAX_BARRED_KEYS = 65536
 SHARED, PRIVATE = 0, 1
@@ -103,6 +106,8 @@ class Answer:
     session: Session
     is_complete: bool = False
     retries: int = 0
+    asked_at: float = field(default_factory=time.monotonic)
+    is_given_up: bool = False
     offsets: dict[bytes, int] = field(default_factory=dict)
 
 
@@ -272,7 +277,9 @@ class KVOffloadManager(OffloadingManager):
         if request is None or answer is None:
             return LookupResult.MISS
         if not answer.is_complete:
-            return LookupResult.RETRY if answer.retries < MAX_RETRIES else LookupResult.MISS
+            if answer.retries >= MAX_RETRIES and time.monotonic() - answer.asked_at >= RETRY_SECONDS:
+                answer.is_given_up = True
+            return LookupResult.MISS if answer.is_given_up else LookupResult.RETRY
         if key not in answer.offsets or (request.namespace, key) in self._barred:
             return LookupResult.MISS
         return LookupResult.HIT
@@ -349,7 +356,7 @@ class KVOffloadManager(OffloadingManager):
                 request.answer = None
             else:
                 answer.retries += 1
-                if answer.retries > MAX_RETRIES:
+                if answer.is_given_up:
                     request.answer = None  # given back when it comes
         self._flush_unpins()
 
