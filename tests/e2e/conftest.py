@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from e2e.control_plane import control_plane as control_plane
 from e2e.user_tools import ToolOutputs, use_tools
 from hack.cluster.settings import ClusterSettings
 from hack.demo import run as demo
