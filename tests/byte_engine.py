@@ -1,8 +1,9 @@
-"""An engine that copies real bytes into the real region and checks every byte it loads; it survives the daemon's restarts.
+"""An engine that copies real bytes into the real region and checks every byte it loads; it survives the daemon's
+restarts.
 
-It speaks the protocol as `kvoffload_engine` does: leases by look-up, credits by reserve, seals by rank, and re-asserts what
-it holds when the daemon is another one. Used in one process by the kill rounds, and as a process of its own by the tests
-that stop and kill engines.
+It speaks the protocol as `kvoffload_engine` does: leases by look-up, credits by reserve, seals by rank, and
+re-asserts what it holds when the daemon is another one. Used in one process by the kill rounds, and as a process of
+its own by the tests that stop and kill engines.
 """
 
 import contextlib

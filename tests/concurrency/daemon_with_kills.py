@@ -1,7 +1,7 @@
 """The real daemon, but for one thing: it kills itself at the N-th passage of one of its steps (environment KVO_KILL).
 
-`step:count`, for example `journal.ready.before:3`. Steps are the calls whose order the journal's promises rest on. Run by
-`test_kills.py` in place of `python -m kvoffload_node`.
+`step:count`, for example `journal.ready.before:3`. Steps are the calls whose order the journal's promises rest on.
+Run by `test_kills.py` in place of `python -m kvoffload_node`.
 """
 
 import os

@@ -1,9 +1,10 @@
 """Case 15: the daemon killed at every step it takes, with engines' copies under way, and restarted at once.
 
-Each round: engine A holds leases and has copies running, the daemon is killed at one of its steps (or at a random moment),
-a new one comes up, engine B fills the pool before A has said anything, then A connects again and goes on. Checked, byte by
-byte: what A leases keeps its bytes; nothing that A may still write is given to B; every hit of either has the right bytes;
-every key that was sealed and not evicted is hit; what A wrote across the restart is not believed.
+Each round: engine A holds leases and has copies running, the daemon is killed at one of its steps (or at a random
+moment), a new one comes up, engine B fills the pool before A has said anything, then A connects again and goes on.
+Checked, byte by byte: what A leases keeps its bytes; nothing that A may still write is given to B; every hit of
+either has the right bytes; every key that was sealed and not evicted is hit; what A wrote across the restart is not
+believed.
 """
 
 import random

@@ -117,7 +117,8 @@ class Connection(asyncio.Protocol):
                 self._handle(payload)
             self._wait_for_turn()
         except ProtocolError as error:
-            log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
+            if self._registry.is_first(self._pod, RefusalReason.MALFORMED):
+                log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)
         except SessionRefused as error:
             self.refuse(error)
@@ -174,8 +175,8 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, error: SessionRefused) -> None:
         """Answer with the reason; after a `Hello` the connection ends."""
-        first = self._registry.count_refusal(self._pod, error.reason)
-        if first:
+        self._registry.refusals[error.reason.value] += 1
+        if self._registry.is_first(self._pod, error.reason):
             log.warning("pod %s/%s refused: %s: %s", self._pod.namespace, self._pod.name, error.reason.value, error)
         self.send(Refused(error.reason.value, str(error)[:8000]))
         if self._session is None:
@@ -198,7 +199,7 @@ class Connection(asyncio.Protocol):
     def _handle(self, payload: bytes) -> None:
         try:
             message = _decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a message that the protocol does not allow: {error}") from error
         session = self._session
         if session is None:
@@ -244,10 +245,10 @@ class Connection(asyncio.Protocol):
             copy.setblocking(False)
             try:
                 sent = socket.send_fds(copy, [frame], descriptors)
-            except OSError as error:
-                raise ProtocolError(f"the welcome could not be sent: {error}") from error
+            except OSError:
+                sent = 0
         if sent != len(frame):
-            raise ProtocolError(f"the peer's buffer took {sent} of {len(frame)} bytes of its welcome")
+            self.end("PeerClosed")
 
     def _on_mapped(self, session: Session, _: Mapped) -> None:
         if session.rank == SCHEDULER:

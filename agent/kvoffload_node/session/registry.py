@@ -245,9 +245,8 @@ class Registry:
             lose_rank(session, f"disconnected ({reason})")
             self._end_dead_sessions(session.engine)
 
-    def count_refusal(self, pod: Pod, reason: RefusalReason) -> bool:
-        """Count a refusal; True the first time for this pod and reason, which is then logged."""
-        self.refusals[reason.value] += 1
+    def is_first(self, pod: Pod, reason: RefusalReason) -> bool:
+        """Whether this is the pod's first refusal for this reason: that one is logged."""
         first = (pod.uid, reason.value) not in self._refused
         self._refused.add((pod.uid, reason.value))
         return first
@@ -268,6 +267,7 @@ class Registry:
         for uid, pod in list(self.pods.items()):
             if pod.detached and not any(engine.pod is pod for engine in self.engines.values()):
                 del self.pods[uid]
+                self._refused = {entry for entry in self._refused if entry[0] != uid}
                 if self.region.spec.sharing is Sharing.POD:
                     self.region.extents.abandon(pod.tenant)
 

@@ -79,7 +79,7 @@ class Server:
                     answer = await self._handle(_decode(payload), descriptors)
                     if answer is not None:
                         send_frame(peer, _encode(answer))
-        except (KVOffloadError, msgspec.MsgspecError, OSError) as error:
+        except (KVOffloadError, msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
             log.warning("the attacher's connection ended: %s", error)
         finally:
             self.attachers -= 1
