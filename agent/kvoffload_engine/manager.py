@@ -198,6 +198,8 @@ class KVOffloadManager(OffloadingManager):
         if request is None or not keys:
             return
         session = self._poll()
+        if session is not None and self._row is not None:
+            self._reserve(session)  # the last answer may have come short: extents are allocated as they are needed
         pending = request.answer
         if pending is not None:  # on its way since the last step
             self._wait_until(lambda: pending.is_complete)
@@ -315,7 +317,8 @@ class KVOffloadManager(OffloadingManager):
         ]
         if session is None or row is None or not self._is_bound or self._is_draining:
             wanted = []
-        elif len(wanted) > len(self._credits) and self._reserving and not self._circuit_is_open():
+        elif len(wanted) > len(self._credits) and not self._circuit_is_open():
+            self._reserve(session)
             self._wait_until(lambda: len(self._credits) >= len(wanted) or not self._reserving)
             if len(wanted) > len(self._credits) and self._reserving and request.retried_stores < MAX_RETRIES:
                 request.retried_stores += 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from pool_daemon import PoolDaemon
 
-from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
+from hack.vllm.environment import ensure_vllm_environment
 from hack.vllm.models import ensure_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ class EngineProcess:
         *,
         model: str,
         socket: Path | None,
-        version: str = DEFAULT_VERSION,
+        overlay: Path | None = None,
         environment: dict[str, str] | None = None,
         probe: bool = True,
         **options: Any,
@@ -111,10 +111,11 @@ class EngineProcess:
             **options,
         }
         self.has_probe = probe and socket is not None
-        self._version = version
         self._environment = {
             **os.environ,
-            "PYTHONPATH": f"{build_library(folder)}:{Path(__file__).parent}",
+            "PYTHONPATH": os.pathsep.join(
+                str(path) for path in (build_library(folder), Path(__file__).parent, overlay) if path is not None
+            ),
             "PYTHONHASHSEED": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -128,7 +129,7 @@ class EngineProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "EngineProcess":
-        python = ensure_vllm_environment(self._version) / "bin" / "python"
+        python = ensure_vllm_environment() / "bin" / "python"
         self._lock = VLLM_LOCK.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         reading, writing = os.pipe()

@@ -25,9 +25,15 @@ WITH_DAEMON = [name for name, parameters in DECLARED if "control" not in paramet
 WITH_FAULTS = [name for name, parameters in DECLARED if "control" in parameters]
 
 
-def run_checks(python: Path, socket: Path, control: str = "") -> dict[str, str]:
+def run_checks(python: Path, socket: Path, overlay: Path | None, control: str = "") -> dict[str, str]:
     """All checks of one kind in one process; importing vLLM is what takes the time."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "agent"), "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"}
+    path = [str(ROOT / "agent"), *([str(overlay)] if overlay else [])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_PLUGINS": "",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     done = subprocess.run(
         [str(python), str(HERE / "no_model_checks.py"), str(socket), control],
         env=environment,
@@ -41,12 +47,12 @@ def run_checks(python: Path, socket: Path, control: str = "") -> dict[str, str]:
     return json.loads(lines[0].removeprefix("RESULTS "))
 
 
-def run_with_daemon(python: Path, folder: Path) -> dict[str, str]:
+def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
     with PoolDaemon(folder, capacity_bytes=64 << 20) as daemon:
-        return run_checks(python, daemon.attach("pod-toy"))
+        return run_checks(python, daemon.attach("pod-toy"), overlay)
 
 
-def run_with_faults(python: Path, folder: Path) -> dict[str, str]:
+def run_with_faults(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     for name in ("commands", "answers"):
         os.mkfifo(folder / name)
@@ -60,7 +66,7 @@ def run_with_faults(python: Path, folder: Path) -> dict[str, str]:
         )
         try:
             assert answers.readline() == b"ready\n"
-            return run_checks(python, socket, str(folder))
+            return run_checks(python, socket, overlay, str(folder))
         finally:
             daemon.kill()
             daemon.wait()

@@ -1,0 +1,119 @@
+"""The engine agent's rows: the scheduler's time beside vLLM's own manager, and a real vLLM with two ranks.
+
+A real vLLM takes a minute a start; `KVOFFLOAD_BENCH_VLLM=0` leaves those rows out.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from bench.rows import Measured, Row
+from tests.daemon_process import DaemonProcess
+
+ROOT = Path(__file__).resolve().parents[1]
+VLLM_PYTHON = Path("~/.cache/kvoffload/venv-vllm-0.32.0/bin/python").expanduser()
+PROMPT_TOKENS = 1800
+PROMPTS = 6
+
+
+def run() -> list[Row]:
+    """Every row of the engine; none where there is no vLLM."""
+    if not VLLM_PYTHON.exists():
+        return []
+    with tempfile.TemporaryDirectory(prefix="kvo-bench-") as folder:
+        rows = _measure_scheduler(Path(folder) / "scheduler")
+        if os.environ.get("KVOFFLOAD_BENCH_VLLM", "1") != "0":
+            rows += _measure_vllm(Path(folder))
+    return rows
+
+
+def _measure_scheduler(folder: Path) -> list[Row]:
+    with DaemonProcess(folder, capacity_bytes=256 << 20) as daemon:
+        assert daemon.process is not None
+        os.sched_setaffinity(daemon.process.pid, {0})
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "agent"),
+            "VLLM_PLUGINS": "",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
+        command = [str(VLLM_PYTHON), str(ROOT / "bench" / "engine_scheduler.py"), str(daemon.attach("pod"))]
+        out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    figures = json.loads(out.splitlines()[-1])
+    ours, theirs = figures["ours"], figures["theirs"]
+    rows = []
+    for name, kinds, target, limit in (
+        ("look-up of a request with 1,000 keys", ("lookup",), "at most 0.6", None),
+        ("prepare and complete its load", ("load",), "no more than vLLM's", 1.0),
+        ("prepare and complete a store of 1,000 keys", ("store",), "no more than vLLM's", 1.0),
+        ("scheduler time of a request with 1,000 keys in all", ("lookup", "load", "store"), "1.5 x vLLM's sum", 1.5),
+    ):
+        mine, reference = _total(ours, kinds), _total(theirs, kinds)
+        met = mine.median <= (0.6 if limit is None else limit * reference.median)
+        rows.append(Row(name, "ms", mine, reference, "vLLM in process", target, met))
+    return rows
+
+
+def _total(figures: dict[str, list[float]], kinds: tuple[str, ...]) -> Measured:
+    return Measured.of([sum(one) for one in zip(*(figures[kind] for kind in kinds), strict=False)])
+
+
+def _measure_vllm(folder: Path) -> list[Row]:
+    import sys
+    import time
+
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
+    from engine_process import EngineProcess, make_prompt
+
+    prompts = [make_prompt(seed, PROMPT_TOKENS) for seed in range(PROMPTS)]
+    options = {
+        "model": "tiny-deepseek",
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": 400,
+        "max_num_batched_tokens": 2048,
+    }
+    starts: dict[str, float] = {}
+    with DaemonProcess(folder / "pool", capacity_bytes=256 << 20) as daemon:
+        socket = daemon.attach("pod-a")
+        with EngineProcess(folder / "a", socket=socket, **options) as engine:
+            engine.generate([make_prompt(99, PROMPT_TOKENS)], max_tokens=1)
+            cold = [engine.generate_cold([prompt], max_tokens=1).seconds * 1e3 for prompt in prompts]
+            records = engine.rpc("probe_take")
+        chunk_pages = {offset for one in records for offset, _, _ in one["stored"]}
+        shares = [sum(size for _, size, _ in one["stored"]) for one in records]
+        with EngineProcess(folder / "b", socket=daemon.attach("pod-b"), probe=False, **options) as engine:
+            engine.generate([make_prompt(98, PROMPT_TOKENS)], max_tokens=1)
+            answers = [engine.generate_cold([prompt], max_tokens=1) for prompt in prompts]
+            warm = [one.seconds * 1e3 for one in answers]
+            cached = [float(one.cached[0]) for one in answers]
+        for name, given in (("with", socket), ("without", None)):
+            begun = time.monotonic()
+            with EngineProcess(folder / name, socket=given, probe=False, **options):
+                starts[name] = time.monotonic() - begun
+    written = sum(shares)
+    num_pages = sum(len(one["stored"]) for one in records)
+    return [
+        Row(
+            "cached tokens of a second engine's first request", "tokens", Measured.of(cached), None, "recompute: 0",
+            "above 0", min(cached) > 0,
+        ),
+        Row(
+            f"time to first token, {PROMPT_TOKENS} tokens stored by another engine", "ms", Measured.of(warm),
+            Measured.of(cold), "recompute", "no recompute", min(cached) > 0,
+        ),
+        Row(
+            "bytes copied by rank 0 for each byte stored, two ranks", "share", Measured.of([shares[0] / written]), None,
+            "vLLM: all by rank 0", "one half", abs(shares[0] / written - 0.5) < 0.01,
+        ),
+        Row(
+            "copies of each stored page, two ranks", "copies", Measured.of([num_pages / len(chunk_pages)]), None,
+            "plain: 2", "1", num_pages == len(chunk_pages),
+        ),
+        Row(
+            "start of an engine, with the pool beside without", "s", Measured.of([starts["with"]]),
+            Measured.of([starts["without"]]), "without", "1 s longer at most",
+            starts["with"] - starts["without"] <= 1.0,
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Every supported version of vLLM: the checks without a model on each, the oldest with a whole engine."""
+
+from pathlib import Path
+
+import pytest
+from engine_process import EngineProcess, make_prompt
+from overlays import IMPORTABLE, RUNNABLE, ensure_overlay
+from pool_daemon import PoolDaemon
+from test_no_model import run_with_daemon, run_with_faults
+
+from hack.vllm.environment import ensure_vllm_environment
+from kvoffload_engine.compat import NEWEST, OLDEST, parse_minor
+
+pytestmark = pytest.mark.engine
+
+
+def failures(version: str, folder: Path, *, with_faults: bool) -> dict[str, str]:
+    python = ensure_vllm_environment() / "bin" / "python"
+    overlay = ensure_overlay(version)
+    results = run_with_daemon(python, folder / "daemon", overlay)
+    if with_faults:
+        results |= run_with_faults(python, folder / "faults", overlay)
+    assert len(results) >= 8
+    return {name: result for name, result in results.items() if result != "ok"}
+
+
+def test_the_versions_tested_are_the_versions_supported() -> None:
+    tested = [parse_minor(version) for version in (*RUNNABLE, "0.32.0", *IMPORTABLE)]
+    assert tested == [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
+
+
+def test_the_oldest_vllm_stores_and_loads_without_a_model(tmp_path: Path) -> None:
+    assert failures(RUNNABLE[0], tmp_path, with_faults=False) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", RUNNABLE + IMPORTABLE)
+def test_every_version_passes_every_check_without_a_model(version: str, tmp_path: Path) -> None:
+    assert failures(version, tmp_path, with_faults=True) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
+@pytest.mark.parametrize("version", RUNNABLE)
+def test_a_whole_engine_of_an_older_version_loads_what_it_stored(
+    version: str, model: str, pool: PoolDaemon, tmp_path: Path
+) -> None:
+    with EngineProcess(
+        tmp_path, model=model, socket=pool.attach(f"pod-{version}-{model}"), overlay=ensure_overlay(version)
+    ) as engine:
+        prompt = make_prompt(1)
+        cold = engine.generate_cold([prompt])
+        warm = engine.generate_cold([prompt])
+        again = engine.generate_cold([prompt])
+        engine.rpc("probe_fault", "fail", [1])
+        failed = engine.generate_cold([prompt])
+        engine.rpc("probe_fault", "zeros")
+        other = make_prompt(2)
+        engine.generate_cold([other])
+        control, computed = engine.generate_cold([other]), engine.generate_cold([other], cache_salt="cold")
+    assert warm.cached[0] >= 256
+    assert (warm.tokens, warm.logprobs) == (again.tokens, again.logprobs)
+    if model == "tiny-llama":
+        assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
+    assert failed.tokens == cold.tokens
+    assert control.tokens != computed.tokens
