@@ -11,6 +11,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from hack.docs.api_page import build_api_page
 from hack.docs.metrics_page import build_page
 from hack.docs.settings_page import HEADER, build_settings_page, build_values_page
 from hack.docs.sizing import fill_in
@@ -43,6 +44,7 @@ def build_sizing_page() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "reference/api.md": build_api_page,
     "reference/metrics.md": build_page,
     "reference/settings.md": build_settings_page,
     "reference/values.md": build_values_page,

@@ -48,7 +48,9 @@ async def _serve(app: web.Application, port: int, context: ssl.SSLContext | None
 
 async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
     """Serve admission until told to stop; requests in flight are answered."""
-    kube = await KubeClient.connect(timeout_seconds=2.0, attempts=2)
+    kube = await KubeClient.connect(
+        user_agent=f"kvoffload-webhook/{settings.pod_name}", timeout_seconds=2.0, attempts=2
+    )
     source = (
         SecretSource(kube, namespace=settings.namespace, name=settings.certificate_secret)
         if settings.certificate_mode is CertificateMode.SELF

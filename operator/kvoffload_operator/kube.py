@@ -93,8 +93,10 @@ class ApiServerError(KVOffloadError):
 class KubeClient:
     """A connection to the API server."""
 
-    def __init__(self, api: client.ApiClient, *, timeout_seconds: float = 10.0, attempts: int = 4) -> None:
-        self._api = api
+    def __init__(
+        self, api: client.ApiClient, *, user_agent: str, timeout_seconds: float = 10.0, attempts: int = 4
+    ) -> None:
+        self._api, self._user_agent = api, user_agent
         self._timeout_seconds = timeout_seconds
         self._attempts = attempts
         self.check_may_write: Callable[[], None] = lambda: None
@@ -103,15 +105,18 @@ class KubeClient:
         """Writes that the API server accepted."""
 
     @classmethod
-    async def connect(cls, *, timeout_seconds: float = 10.0, attempts: int = 4, connections: int = 32) -> "KubeClient":
-        """By the pod's service account, or by KUBECONFIG where there is none."""
+    async def connect(
+        cls, *, user_agent: str, timeout_seconds: float = 10.0, attempts: int = 4, connections: int = 32
+    ) -> "KubeClient":
+        """By the pod's service account, or by KUBECONFIG where there is none; `user_agent` is what audit logs see."""
         configuration = client.Configuration()
         try:
             config.load_incluster_config(client_configuration=configuration)
         except config.ConfigException:
             await config.load_kube_config(client_configuration=configuration)
         configuration.connection_pool_maxsize = connections
-        return cls(client.ApiClient(configuration=configuration), timeout_seconds=timeout_seconds, attempts=attempts)
+        api = client.ApiClient(configuration=configuration)
+        return cls(api, user_agent=user_agent, timeout_seconds=timeout_seconds, attempts=attempts)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -263,7 +268,7 @@ class KubeClient:
         body: Mapping[str, Any] | None,
         content_type: str,
     ) -> Manifest:
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": self._user_agent}
         await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = self._api.configuration.host + path
         given = {key: value for key, value in (query or {}).items() if value}

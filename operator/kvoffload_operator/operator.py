@@ -266,9 +266,12 @@ class Operator:
 
 async def run_operator(settings: Settings) -> int:
     """Run one replica until its lease is lost; the exit status."""
-    kube = await KubeClient.connect()
+    agent = f"kvoffload-operator/{settings.pod_name}"
+    kube = await KubeClient.connect(user_agent=agent)
     # renewing must not wait behind a thousand writes, nor longer than one retry
-    lease_kube = await KubeClient.connect(timeout_seconds=settings.lease_retry_seconds, attempts=1, connections=2)
+    lease_kube = await KubeClient.connect(
+        user_agent=agent, timeout_seconds=settings.lease_retry_seconds, attempts=1, connections=2
+    )
     election = Election(
         lease_kube,
         name=f"{settings.release}-operator",

@@ -144,10 +144,7 @@ def regions(control_plane: ControlPlane) -> Iterator[dict[str, dict[str, Any]]]:
     control_plane.kubectl("delete", "kvregion", "vap.n1", "vap.n2")
 
 
-def apply_status(
-    plane: ControlPlane, conditions: dict[str, list[dict[str, Any]]], *, manager: str, token: str = ""
-) -> str:
-    ((name, listed),) = conditions.items()
+def apply_status(plane: ControlPlane, name: str, listed: list[dict[str, Any]], *, manager: str, token: str = "") -> str:
     manifest = {
         "apiVersion": "kvoffload.io/v1alpha1",
         "kind": "KVOffloadRegion",

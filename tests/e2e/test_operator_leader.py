@@ -1,0 +1,94 @@
+"""Two replicas under one Lease: killed, stopped or cut off, the first is followed within 15 s and never writes again."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from e2e.control_plane import ControlPlane, OperatorProcess, free_port, start_operator, wait_until
+from e2e.faulty_proxy import FaultyProxy
+
+pytestmark = pytest.mark.e2e
+
+TAKEOVER_SECONDS = 15.0
+
+
+@pytest.fixture
+def proxy(control_plane: ControlPlane) -> Iterator[FaultyProxy]:
+    running = FaultyProxy(control_plane.url, free_port()).start()
+    yield running
+    running.stop()
+
+
+def wake(first: OperatorProcess, proxy: FaultyProxy) -> None:
+    """Let whatever held it up end: the moment at which a former leader is dangerous."""
+    proxy.is_cut_off = False
+    if first.process.poll() is None:
+        first.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    "hold_up",
+    [
+        pytest.param(lambda first, proxy: first.process.send_signal(signal.SIGKILL), id="killed"),
+        pytest.param(lambda first, proxy: first.process.send_signal(signal.SIGSTOP), id="stopped"),
+        pytest.param(lambda first, proxy: setattr(proxy, "is_cut_off", True), id="cut-off"),
+    ],
+)
+def test_the_second_takes_over_in_time_and_the_first_never_writes_again(
+    control_plane: ControlPlane, proxy: FaultyProxy, hold_up: Callable[[OperatorProcess, FaultyProxy], None]
+) -> None:
+    first = start_operator(control_plane, "first", url=proxy.url)
+    second = None
+    try:
+        wait_until(lambda: first.is_leader, "the first to lead")
+        second = start_operator(control_plane, "second")
+        # it must have seen the lease, or its wait begins later than a running replica's would
+        wait_until(lambda: holder(control_plane) == "first", "the first to hold the lease")
+        time.sleep(3)  # imports and first look of the second replica: nothing of it is visible from outside
+        held_up_at = time.time()
+        hold_up(first, proxy)
+        took = wait_until(lambda: holder(control_plane) == "second", "the second to lead", seconds=30)
+        assert took <= TAKEOVER_SECONDS
+        taken_at = time.time()
+        # work that a waking leader would do at once if it believed itself
+        control_plane.apply(
+            {
+                "apiVersion": "kvoffload.io/v1alpha1",
+                "kind": "KVOffloadPool",
+                "metadata": {"name": "takeover"},
+                "spec": {"capacity": "64Mi"},
+            }
+        )
+        wait_until(lambda: control_plane.find("kvregion", "takeover.n1") is not None, "the second to work")
+        wake(first, proxy)
+        if first.process.poll() is None:
+            wait_until(lambda: first.process.poll() is not None, "the first to see that it lost and end", seconds=20)
+        events = control_plane.audit(user="system:serviceaccount:kvoffload-system:kvoffload-operator", since=held_up_at)
+        late = [
+            f"{event['verb']} {event['requestURI']}"
+            for event in events
+            if event["userAgent"] == "kvoffload-operator/first" and stamp(event) >= taken_at
+        ]
+        assert late == []
+        assert [event for event in events if event["userAgent"] == "kvoffload-operator/second"], (
+            "the audit names replicas"
+        )
+    finally:
+        for one in (first, second):
+            if one is not None:
+                one.stop(signal.SIGKILL)
+        control_plane.kubectl("delete", "kvpool", "takeover", "--ignore-not-found")
+        control_plane.kubectl("delete", "daemonset", "-n", "kvoffload-system", "-l", "kvoffload.io/daemon-of=takeover")
+        control_plane.kubectl("label", "node", "n1", "n2", "daemon.kvoffload.io/takeover-", check=False)
+
+
+def holder(plane: ControlPlane) -> str:
+    lease = plane.find("lease", "kvoffload-operator", "-n", "kvoffload-system")
+    return str(lease["spec"].get("holderIdentity", "")) if lease else ""
+
+
+def stamp(event: dict[str, str]) -> float:
+    text = event["requestReceivedTimestamp"].rstrip("Z")
+    return time.mktime(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone + float("0." + text[20:])
