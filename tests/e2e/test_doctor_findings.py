@@ -1,0 +1,155 @@
+"""Every finding of `kubectl kvoffload doctor`, provoked on a real API server by the objects of the unit tests' fixture.
+
+What is found through the API server must be what is found in the fixture itself, so the fixture says what is real.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.control_plane import ControlPlane, running_control_plane
+from fixtures.cli.cluster import SYSTEM, FixtureReader, Object, ailing
+from kvoffload.api.schema import build_crds
+from kvoffload_cli.checks import CHECKS, run_checks
+from kvoffload_cli.observe import ADMISSION, POOLS, REGIONS, observe_cluster
+
+pytestmark = pytest.mark.e2e
+
+KINDS = {
+    "/api/v1/nodes": ("v1", "Node"),
+    POOLS: ("kvoffload.io/v1alpha1", "KVOffloadPool"),
+    REGIONS: ("kvoffload.io/v1alpha1", "KVOffloadRegion"),
+    "/api/v1/pods": ("v1", "Pod"),
+    "/apis/apps/v1/deployments": ("apps/v1", "Deployment"),
+    f"/api/v1/namespaces/{SYSTEM}/secrets": ("v1", "Secret"),
+    f"{ADMISSION}/mutatingwebhookconfigurations": (
+        "admissionregistration.k8s.io/v1",
+        "MutatingWebhookConfiguration",
+    ),
+}
+NOT_PROVOKED = {"kubernetes_is_too_old"}
+"""The API server here is a new one."""
+OF_THE_SERVER = {"cluster", "crd/kvoffloadregions.kvoffload.io"}
+"""The fixture is an old server without the regions' CRD; here they must be there to hold the regions."""
+
+
+def older_crds() -> list[Object]:
+    """CRDs of an older and of a newer release at once: no quotas, and any word for sharing."""
+    crds = copy.deepcopy(list(build_crds().values()))
+    spec = crds[0]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["x-kubernetes-validations"], spec["properties"]["quotas"]
+    del spec["properties"]["sharing"]["enum"]
+    return [json.loads(json.dumps(crd)) for crd in crds]
+
+
+def complete(one: Object, api_version: str, kind: str) -> Object:
+    """The object with what an API server asks for beside what doctor looks at."""
+    manifest = {**copy.deepcopy(one), "apiVersion": api_version, "kind": kind}
+    spec = manifest.get("spec", {})
+    for field in ("uid", "creationTimestamp", "generation"):
+        manifest["metadata"].pop(field, None)
+    if kind == "Pod":
+        spec["terminationGracePeriodSeconds"] = 0
+        for volume in spec["volumes"]:
+            volume["emptyDir"] = {}
+        for container in spec["containers"]:
+            container["image"] = "none"
+            if "resources" in container:
+                container["resources"]["requests"]["memory"] = "64Mi"
+    elif kind == "Deployment":
+        labels = manifest["metadata"]["labels"]
+        container = {"name": "main", "image": "none"}
+        spec |= {"selector": {"matchLabels": labels}}
+        spec |= {"template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}}}
+    elif kind == "MutatingWebhookConfiguration":
+        for webhook in manifest["webhooks"]:
+            webhook |= {"admissionReviewVersions": ["v1"], "sideEffects": "None"}
+    return manifest
+
+
+def complete_status(kind: str, status: Object) -> Object:
+    """A pod's container statuses with every required field."""
+    status = copy.deepcopy(status)
+    for container in status.get("containerStatuses", []):
+        container |= {"image": "none", "imageID": "", "ready": "running" in container["state"]}
+        for state in container["state"].values():
+            state.setdefault("startedAt", "2026-11-29T16:00:00Z") if "reason" not in state else None
+    if kind == "Node":
+        for condition in status["conditions"]:
+            condition |= {"reason": "Test", "message": ""}
+    return status
+
+
+def create_all(plane: ControlPlane, objects: dict[str, Any]) -> None:
+    """Create the fixture's objects, their statuses by the status subresource."""
+    namespaces = {one["metadata"]["namespace"] for one in objects["/api/v1/pods"]} | {SYSTEM}
+    plane.apply(*({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in namespaces))
+    for path, (api_version, kind) in KINDS.items():
+        for one in objects[path]:
+            manifest = complete(one, api_version, kind)
+            status = complete_status(kind, manifest.pop("status", {}))
+            plane.kubectl("create", "-f", "-", stdin=yaml.safe_dump(manifest))
+            if status and kind != "Deployment":
+                where = [f"--namespace={one['metadata']['namespace']}"] if "namespace" in one["metadata"] else []
+                plane.kubectl(
+                    *("patch", f"{kind.lower()}/{one['metadata']['name']}", *where),
+                    *("--subresource=status", "--type=merge", "-p", json.dumps({"status": status})),
+                )
+
+
+@pytest.fixture(scope="module")
+def ailing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ControlPlane, dict[str, Any]]]:
+    """An API server that holds the ailing cluster, and the objects."""
+    objects = ailing()
+    elsewhere = {"metadata": {"name": "cpu-9", "labels": {}}, "spec": {}, "status": {"conditions": []}}
+    objects["/api/v1/nodes"].append(elsewhere | {"status": {**objects["/api/v1/nodes"][0]["status"]}})
+    with running_control_plane(tmp_path_factory.mktemp("doctor")) as plane:
+        plane.kubectl("create", "-f", "-", stdin=yaml.safe_dump_all(older_crds()))
+        names = [f"crd/{crd['metadata']['name']}" for crd in older_crds()]
+        plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
+        create_all(plane, objects)
+        yield plane, objects
+
+
+def run_doctor(kubeconfig: Path) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", "-m", "kvoffload_cli", "doctor", "-o", "json"]
+    environment = os.environ | {"KUBECONFIG": str(kubeconfig)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_what_is_found_through_the_api_server_is_what_the_fixture_holds(
+    ailing_server: tuple[ControlPlane, dict[str, Any]],
+) -> None:
+    plane, objects = ailing_server
+    status, document = run_doctor(plane.kubeconfig)
+    found = {(one["check"], one["subject"]) for one in document["findings"]}
+    fixture = run_checks(observe_cluster(FixtureReader(objects), now=datetime.now(UTC)))
+    expected = {(one.check, one.subject) for one in fixture if one.subject not in OF_THE_SERVER}
+    assert found == expected
+    assert {check for check, _ in found} == {check.__name__ for check in CHECKS} - NOT_PROVOKED
+    assert status == 1
+
+
+def test_a_user_who_may_read_little_is_told_what_was_not_checked(
+    ailing_server: tuple[ControlPlane, dict[str, Any]],
+) -> None:
+    plane, _ = ailing_server
+    plane.kubectl("create", "serviceaccount", "viewer")
+    plane.kubectl("create", "clusterrole", "pools", "--verb=list", "--resource=kvoffloadpools.kvoffload.io")
+    plane.kubectl("create", "clusterrolebinding", "pools", "--clusterrole=pools", "--serviceaccount=default:viewer")
+    token = plane.kubectl("create", "token", "viewer").strip()
+    _, document = run_doctor(plane.write_kubeconfig("viewer", token))
+    assert document["checked"]["pools"] == 3
+    assert document["checked"]["nodes"] == 0
+    assert any("/api/v1/nodes is not allowed (403)" in sentence for sentence in document["notChecked"])
