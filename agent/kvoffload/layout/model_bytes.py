@@ -220,6 +220,13 @@ def _notes(text: Mapping[str, object], *, is_mla: bool, latent: int, model_type:
         notes.append(f"kv_lora_rank is set, but vLLM 0.32 has no MLA layout for model_type {model_type!r}")
     if _optional(text, "num_nextn_predict_layers"):
         notes.append("speculative decoding with the model's own MTP layers adds their KV cache, which is not counted")
+    quantization = text.get("quantization_config")
+    if isinstance(quantization, Mapping) and (
+        quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+    ):
+        notes.append(
+            "the checkpoint brings scales for a quantized KV cache: vLLM may take fp8; plan with --kv-dtype fp8"
+        )
     return tuple(notes)
 
 

@@ -95,3 +95,10 @@ def test_unknown_kv_dtype_names_the_known_ones() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(InvalidSpec, match="3 pipeline stages are more than the model's 2 layers"):
         plan_kv_bytes(read_shape(TINY_LLAMA), tensor_parallel=1, pipeline_parallel=3)
+
+
+@pytest.mark.parametrize("key", ["kv_cache_scheme", "kv_cache_quant_algo"])
+def test_a_checkpoint_with_scales_for_a_quantized_cache_is_noted(key: str) -> None:
+    shape = read_shape({**TINY_LLAMA, "quantization_config": {"quant_method": "x", key: "FP8"}})
+    assert any("--kv-dtype fp8" in note for note in shape.notes)
+    assert not read_shape({**TINY_LLAMA, "quantization_config": {"quant_method": "awq"}}).notes
