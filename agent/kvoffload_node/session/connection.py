@@ -70,26 +70,12 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._ended = ""
+        self._hello_timer: asyncio.TimerHandle | None = None
         self._is_choked = False
         """The peer does not read its answers."""
         self._is_waiting = False
         """Frames are left for the next turn."""
         self._durations = registry.durations
-        self._handlers: dict[type, Callable[[Session, Any], None]] = {
-            Mapped: self._on_mapped,
-            Bind: self._on_bind,
-            Lookup: self._on_lookup,
-            Pin: self._on_pin,
-            Unpin: self._on_unpin,
-            Reserve: self._on_reserve,
-            Assign: self._on_assign,
-            Seal: self._on_seal,
-            Fail: self._on_fail,
-            Generation: self._on_generation,
-            Reassert: self._on_reassert,
-            Revoked: self._on_revoked,
-            Report: self._on_report,
-        }
 
     # --- asyncio ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +85,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._registry.connections.add(self)
-        asyncio.get_running_loop().call_later(HELLO_SECONDS, self._require_hello)
+        self._hello_timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._require_hello)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come: handle every whole frame in them."""
@@ -160,6 +146,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio names it
         """The socket is closed, by whichever side."""
         self._registry.connections.discard(self)
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
         self._registry.disconnected(self._session, self._ended or "PeerClosed")
 
     # --- for the registry -------------------------------------------------------------------------------------------
@@ -208,11 +196,13 @@ class Connection(asyncio.Protocol):
             self._on_hello(message)
             return
         kind = type(message)
-        handler = self._handlers.get(kind)
+        handler = _HANDLERS.get(kind)
         if handler is None:
             raise ProtocolError("a second Hello")
+        if session.predecessors:
+            self._registry.confirm(session)
         begun = perf_counter()
-        handler(session, message)
+        handler(self, session, message)
         self._durations[kind].add(perf_counter() - begun)
 
     def _on_hello(self, hello: Hello) -> None:
@@ -342,6 +332,24 @@ class Connection(asyncio.Protocol):
 
     def _on_report(self, session: Session, message: Report) -> None:
         self._registry.traffic.report(session, message)
+
+
+# A table of functions and not of bound methods, which would keep every closed connection until the collector comes by.
+_HANDLERS: dict[type, Callable[[Connection, Session, Any], None]] = {
+    Mapped: Connection._on_mapped,
+    Bind: Connection._on_bind,
+    Lookup: Connection._on_lookup,
+    Pin: Connection._on_pin,
+    Unpin: Connection._on_unpin,
+    Reserve: Connection._on_reserve,
+    Assign: Connection._on_assign,
+    Seal: Connection._on_seal,
+    Fail: Connection._on_fail,
+    Generation: Connection._on_generation,
+    Reassert: Connection._on_reassert,
+    Revoked: Connection._on_revoked,
+    Report: Connection._on_report,
+}
 
 
 def _engine_of_scheduler(session: Session) -> Engine:

@@ -57,6 +57,8 @@ class Session:
     part: RankPart | None = None
     reason: str = ""
     message: str = ""
+    predecessors: list[int] = field(default_factory=list)
+    """Numbers of the same process' earlier attachments: they count until it is known to have got this one's lock."""
     recovered: bool = False
     """Journaled by an earlier daemon, and has not yet said what it still reads and writes."""
     claims: set[int] | None = None

@@ -225,9 +225,15 @@ class Registry:
         session.recovered = before.recovered
         session.claims = before.claims
         self.revocations.succeeded(before, session)
-        self._attachments.remove(before.number)
+        session.predecessors = [*before.predecessors, before.number]
         if before.rank != SCHEDULER:
             before.engine.tenant.num_workers -= 1
+
+    def confirm(self, session: Session) -> None:
+        """The process has sent a message over its new connection: it has the new lock, so the old one tells no more."""
+        for number in session.predecessors:
+            self._attachments.remove(number)
+        session.predecessors = []
 
     def mapped(self, session: Session) -> None:
         """A worker has mapped the region; the last one makes the engine ready."""
@@ -273,7 +279,9 @@ class Registry:
 
     def _end_dead_sessions(self, engine: Engine) -> None:
         for session in list(engine.sessions.values()):
-            if session.connection is None and not self._attachments.is_held(session.number):
+            if session.connection is None and not any(
+                self._attachments.is_held(number) for number in (session.number, *session.predecessors)
+            ):
                 self._end(session)
 
     def _end(self, session: Session) -> None:
@@ -282,6 +290,7 @@ class Registry:
         engine.broken = True
         engine.tenant.index.release(session.holder)
         self.revocations.died(session)
+        self.confirm(session)
         self._attachments.remove(session.number)
         del engine.sessions[session.rank]
         if session.rank != SCHEDULER:
