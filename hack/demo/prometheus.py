@@ -99,7 +99,9 @@ def running_prometheus(kubernetes: Kubernetes, folder: Path) -> Iterator[Prometh
         raise StepError(f"something listens on port {PORT} already; the demo's Prometheus needs it")
     with log.open("w") as sink:
         process = subprocess.Popen(
-            ["prometheus", f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}",
+            # it ends with this process, however that ends: a leftover would keep the port and the data's lock
+            ["setpriv", "--pdeathsig=TERM", "prometheus",
+             f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}",
              f"--web.listen-address=127.0.0.1:{PORT}", "--log.level=warn"],
             stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
         )  # fmt: skip
