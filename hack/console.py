@@ -4,6 +4,7 @@ Used by everything under `hack/`. A step that fails raises; `main_guard` turns t
 exit status, without a traceback for what the user can mend.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,8 @@ def wait_until(
 
 
 def main_guard(main: Callable[[], None]) -> None:
-    """Run a command's main function; print a StepError as text and exit with status 1."""
+    """Run a command's main function; print a StepError as text and exit with status 1. SIGTERM unwinds as Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except StepError as failure:

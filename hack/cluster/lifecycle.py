@@ -85,7 +85,7 @@ def down(settings: ClusterSettings) -> None:
             processes.stop(name, settings)
         machine.release_cgroups(settings)
         machine.release_network(settings, record)
-        machine.release_regions(record)
+        machine.release_regions(settings, record)
         machine.release_mounts(settings, record)
         machine.release_hugepages(settings, record)
         _remove_container_log_links(settings)

@@ -11,6 +11,7 @@ Every `ensure_` looks at the machine, does what is missing and records it; every
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from hack.cluster.record import MachineRecord
@@ -82,8 +83,11 @@ def ensure_mounts(settings: ClusterSettings, record: MachineRecord) -> None:
         record.write(settings.run)
 
 
-def release_regions(record: MachineRecord) -> None:
+def release_regions(settings: ClusterSettings, record: MachineRecord) -> None:
     """Remove what daemons that could not clean up left on hugetlbfs: the pages are counted until the files are gone."""
+    others = [path for path in settings.run_parent.glob("*/state.json") if path.parent != settings.run]
+    if others:
+        return  # another cluster's daemons keep their files on the same mount
     for folder in HUGETLBFS.glob("kvoffload-*"):
         if folder.name not in record.regions_before:
             shutil.rmtree(folder)
@@ -181,11 +185,21 @@ def ensure_network(settings: ClusterSettings, record: MachineRecord) -> None:
     run(["ip", "route", "replace", settings.pod_cidr, "via", settings.node_address])
 
 
+def _read_used_namespaces() -> set[int]:
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            found.add(link.stat().st_ino)
+    return found
+
+
 def release_network(settings: ClusterSettings, record: MachineRecord) -> None:
     """Remove the namespaces (the pods' too), the veth pair and with it the route."""
+    used = _read_used_namespaces()
     for entry in sorted(NAMESPACES.iterdir()) if NAMESPACES.is_dir() else []:
-        is_pod_of_ours = re.fullmatch(r"cni-[0-9a-f-]+", entry.name) and entry.name not in record.namespaces_before
-        if is_pod_of_ours or entry.name == settings.name:
+        is_pods = re.fullmatch(r"cni-[0-9a-f-]+", entry.name) and entry.name not in record.namespaces_before
+        # our pods have no process any more; who has one belongs to another runtime
+        if entry.name == settings.name or (is_pods and entry.stat().st_ino not in used):
             run(["ip", "netns", "del", entry.name])
     if is_successful(["ip", "link", "show", f"{settings.name}-h"]):
         run(["ip", "link", "del", f"{settings.name}-h"])

@@ -6,7 +6,6 @@ which executes the program: the id written down is the program's own.
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,14 +34,20 @@ def find_running(name: str, settings: ClusterSettings) -> int | None:
 def start(name: str, command: Sequence[str | Path], settings: ClusterSettings) -> None:
     """Start a program in the node's namespace, detached from this terminal, its output appended to its log."""
     settings.logs.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PATH": f"{settings.binaries}:{os.environ['PATH']}"}
-    with (settings.logs / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            ["nsenter", f"--net={settings.namespace_path}", *(str(part) for part in command)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
-            cwd=settings.state,
-        )  # fmt: skip
-    (settings.run / f"{name}.pid").write_text(f"{process.pid} {read_start_time(process.pid)}")
+    log = settings.logs / f"{name}.log"
+    # spawned rather than held by a Popen: nobody here waits for it
+    pid = os.posix_spawnp(
+        "nsenter",
+        ["nsenter", f"--net={settings.namespace_path}", *(str(part) for part in command)],
+        {**os.environ, "PATH": f"{settings.binaries}:{os.environ['PATH']}"},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    (settings.run / f"{name}.pid").write_text(f"{pid} {read_start_time(pid)}")
 
 
 def stop(name: str, settings: ClusterSettings, *, patience_seconds: float = 8) -> None:

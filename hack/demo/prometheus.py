@@ -5,6 +5,7 @@ a file, which Prometheus watches.
 """
 
 import json
+import socket
 import subprocess
 import time
 import urllib.error
@@ -20,8 +21,6 @@ from hack.console import StepError, wait_until
 from hack.demo.installation import NAMESPACE
 from hack.demo.kubernetes import Kubernetes
 
-PORT = 19090
-
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
@@ -30,7 +29,12 @@ class Prometheus:
     kubernetes: Kubernetes
     targets: Path
     log: Path
-    address: str = f"http://127.0.0.1:{PORT}"
+    port: int
+
+    @property
+    def address(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         """Return an instant query's samples: labels and value."""
@@ -92,17 +96,15 @@ def running_prometheus(kubernetes: Kubernetes, folder: Path) -> Iterator[Prometh
     """Run Prometheus with its data in `folder` for as long as the block runs."""
     folder.mkdir(parents=True, exist_ok=True)
     configuration, log = folder / "prometheus.yaml", folder / "prometheus.log"
-    prometheus = Prometheus(kubernetes=kubernetes, targets=folder / "targets.json", log=log)
+    prometheus = Prometheus(kubernetes=kubernetes, targets=folder / "targets.json", log=log, port=_find_free_port())
     prometheus.write_targets()
     configuration.write_text(_configuration(prometheus.targets))
-    if _is_answering(prometheus):
-        raise StepError(f"something listens on port {PORT} already; the demo's Prometheus needs it")
     with log.open("w") as sink:
         process = subprocess.Popen(
             # it ends with this process, however that ends: a leftover would keep the port and the data's lock
             ["setpriv", "--pdeathsig=TERM", "prometheus",
              f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}",
-             f"--web.listen-address=127.0.0.1:{PORT}", "--log.level=warn"],
+             f"--web.listen-address=127.0.0.1:{prometheus.port}", "--log.level=warn"],
             stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
         )  # fmt: skip
     try:
@@ -117,6 +119,12 @@ def running_prometheus(kubernetes: Kubernetes, folder: Path) -> Iterator[Prometh
     finally:
         processes.end_process(process.pid, patience_seconds=10)
         process.wait()
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _is_answering(prometheus: Prometheus) -> bool:
