@@ -17,7 +17,8 @@ help: ## print this list
 
 # ---------------------------------------------------------------- set-up, by itself when needed
 $(KVOFFLOAD_CACHE)/uv/bin/uv:
-	python3 -m venv $(KVOFFLOAD_CACHE)/uv
+	python3 -m venv $(KVOFFLOAD_CACHE)/uv || \
+	    { apt-get update -qq && apt-get install -qq -y python3-venv && python3 -m venv --clear $(KVOFFLOAD_CACHE)/uv; }
 	$(KVOFFLOAD_CACHE)/uv/bin/pip install --quiet uv==$(UV_VERSION)
 
 $(SYNCED): pyproject.toml uv.lock $(UV)
