@@ -144,12 +144,11 @@ def main() -> None:
     os.sched_setaffinity(0, {0})
     ours = Ours(sys.argv[1])
     deadline = time.monotonic() + 20
-    while len(ours.manager._credits) < KEYS:
+    while not ours.manager.link.wait_for_slots(KEYS) or not ours.manager.link.serving:
         if time.monotonic() > deadline:
             raise SystemExit("the daemon did not make the engine ready")
-        session = ours.manager._poll(0.05)
-        if session is not None and ours.manager._row is not None:
-            ours.manager._reserve(session)
+        ours.manager.link.poll(0.05)
+        ours.manager.end_step()
     print(json.dumps({"ours": measure(ours), "theirs": measure(Theirs())}))
 
 

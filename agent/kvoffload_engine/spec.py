@@ -13,7 +13,8 @@ from typing import Any
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvoffload_engine.manager import KVOffloadManager, step_seconds_from
+from kvoffload_engine.link import step_seconds_from
+from kvoffload_engine.manager import KVOffloadManager
 
 
 class KVOffloadSpec(OffloadingSpec):

@@ -104,7 +104,7 @@ class ToyEngine:
         hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
         self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: b"none", chunks_per_step=32)
         self.jobs = 0
-        wait_until(lambda: self.manager._poll() is not None and self.manager._row is not None)
+        wait_until(lambda: self.manager.link.poll() is not None and self.manager.link.row is not None)
 
     def close(self) -> None:
         self.manager.shutdown()

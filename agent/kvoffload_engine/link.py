@@ -1,0 +1,418 @@
+"""The scheduler's link to the node daemon: what is asked, what is owed, and how long a step may wait for it.
+
+Runs in vLLM's engine core, in the scheduler's thread (but for `_connected`, which runs in the connector's); used by
+`kvoffload_engine.manager` alone. It knows sessions, slots and leases, but neither requests nor vLLM.
+
+    session   None -> open -> EngineReady (a row) -> bound (a namespace of keys). An ended session takes its answers and
+              unused slots with it; what workers may still read or write is re-asserted to the next one.
+    slots     asked for ahead of need (`Reserve`), so that a store finds them here
+    waiting   one budget for all waits of a step, refilled by `end_step`. Two steps in a row that used it up open the
+              circuit: nothing is asked and everything is a miss, until the daemon has answered what it owes
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffload.errors import DaemonUnavailable
+from kvoffload.protocol.client import Connector, Session
+from kvoffload.protocol.messages import (
+    MAX_KEYS,
+    Assign,
+    Bind,
+    Bound,
+    Drain,
+    EngineLost,
+    EngineReady,
+    Fail,
+    Found,
+    FromDaemon,
+    Generation,
+    Hello,
+    Lookup,
+    Message,
+    Reassert,
+    Refused,
+    Report,
+    Reserve,
+    Reserved,
+    Unpin,
+)
+from kvoffload_engine.log import logger
+from kvoffload_engine.slots import SlotRow
+
+DEADLINE_VARIABLE = "KVOFFLOAD_STEP_DEADLINE_SECONDS"
+DEFAULT_STEP_SECONDS = 0.002
+MAX_STEP_SECONDS = 1.0
+MAX_MISSED_STEPS = 2
+REPORT_SECONDS = 1.0
+QUIET_SECONDS = 10.0
+"""How long the log keeps quiet about a circuit that opens again and again."""
+REGION_SHARE = 8
+"""At most one slot in so many of the region is held unused by one engine."""
+
+
+def step_seconds_from(environment: Mapping[str, str]) -> float:
+    """The deadline of a step that the user set, bounded, or the default."""
+    try:
+        return min(MAX_STEP_SECONDS, max(0.0, float(environment[DEADLINE_VARIABLE])))
+    except KeyError:
+        return DEFAULT_STEP_SECONDS
+    except ValueError:
+        found = environment[DEADLINE_VARIABLE]
+        logger.warning(
+            "kvoffload: %s is %r, needed a number: %g s are used", DEADLINE_VARIABLE, found, DEFAULT_STEP_SECONDS
+        )
+        return DEFAULT_STEP_SECONDS
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The answer to one look-up, on its way until `is_complete`."""
+
+    keys: Sequence[bytes]
+    session: Session
+    is_complete: bool = False
+    is_abandoned: bool = False
+    """Nobody waits for it any more: its leases go back when it comes."""
+    hits: set[bytes] = field(default_factory=set)
+    offsets: dict[bytes, int] = field(default_factory=dict)
+    """Leased slots of the hits that were neither taken nor given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What workers may be touching: packed offsets and the epoch in which they were given out."""
+
+    offsets: bytes
+    epoch: int
+
+
+Holdings = Callable[[], tuple[list[Held], list[Held]]]
+"""Leased slots of loads under way, and slots of stores under way; called from the connector's thread."""
+
+
+def pack(offsets: Iterable[int]) -> bytes:
+    """Offsets as they stand in messages."""
+    return np.fromiter(offsets, dtype="<i8").tobytes()
+
+
+class DaemonLink:
+    """See the module's docstring."""
+
+    def __init__(self, *, step_seconds: float, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._connector: Connector | None = None
+        self._none_hash: Callable[[], bytes] = bytes
+        self._slots_wanted = 512
+        # of the session
+        self.session: Session | None = None
+        self.row: SlotRow | None = None
+        self.is_draining = False
+        self._is_bound = False
+        self._slots: deque[int] = deque()
+        self._reserving = 0
+        """Number of the Reserve that has no answer yet, 0 if there is none."""
+        self._owed: dict[int, Answer | None] = {}
+        self._next_number = 1
+        self._unpins: list[bytes] = []
+        # of the engine
+        self.is_private = False
+        # waiting
+        self._step_seconds = step_seconds
+        self._budget_seconds = step_seconds
+        self._missed_steps = 0
+        self._missed_in_step = False
+        self._quiet_until = 0.0
+        self._steps = self._missed_deadlines = 0
+        self._next_report = 0.0
+        # of the connector's thread
+        self._lock_descriptor = -1
+        self._last_epoch = 0
+
+    def connect(
+        self, socket_path: str, *, make_hello: Callable[[], Hello], none_hash: Callable[[], bytes], chunks_per_step: int
+    ) -> None:
+        """Begin to talk with the daemon, in the background."""
+        self._none_hash = none_hash
+        self._slots_wanted = min(MAX_KEYS, 2 * max(1, chunks_per_step))
+        self._connector = Connector(
+            socket_path,
+            make_hello=make_hello,
+            on_connected=self._connected,
+            on_event=lambda line: logger.info("kvoffload scheduler: %s", line),
+        )
+        self._connector.start()
+
+    def close(self) -> None:
+        """End the session: the daemon takes back all that this process held."""
+        self._report(force=True)
+        if self._connector is not None:
+            self._connector.close()
+        if self._lock_descriptor >= 0:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> Session | None:
+        """The session, where it may be asked for something new."""
+        if self.session is None or self.row is None or self.is_draining or self._circuit_is_open():
+            return None
+        return self.session
+
+    def look_up(self, keys: Sequence[bytes], namespace: int) -> Answer | None:
+        """Ask for these keys, and wait as long as the step may. None: everything is a miss."""
+        session = self.serving
+        if session is None:
+            return None
+        if not self._is_bound:
+            self._is_bound = True  # a refusal comes as Refused and takes the row away
+            self._send(session, Bind(self._none_hash(), len(keys[0]), self.is_private))
+        answer = Answer(keys[:MAX_KEYS], session)
+        if not self._send(session, Lookup(self._number(answer), b"".join(answer.keys), namespace)):
+            return None
+        self.wait_for(answer)
+        return answer
+
+    def wait_for(self, answer: Answer) -> None:
+        """Wait for it as long as the step may; not at all while the circuit is open."""
+        if not self._circuit_is_open():
+            self._wait_until(lambda: answer.is_complete)
+
+    def abandon(self, answer: Answer) -> None:
+        """Give back what the answer leased, now or when it comes."""
+        answer.is_abandoned = True
+        if answer.offsets and answer.session is self.session:
+            self._unpins.append(pack(answer.offsets.values()))
+        answer.offsets = {}
+
+    def unpin(self, held: Held) -> None:
+        """Give leases back, where the present daemon knows of them: its own, or re-asserted to it."""
+        if self.session is not None and 0 < held.epoch <= self.session.welcome.epoch:
+            self._unpins.append(held.offsets)
+
+    def flush(self) -> None:
+        """Send the leases that went back since the last flush."""
+        if self._unpins and self.session is not None:
+            packed, step = b"".join(self._unpins), 8 * MAX_KEYS
+            self._send(self.session, *(Unpin(packed[at : at + step]) for at in range(0, len(packed), step)))
+        self._unpins.clear()
+
+    def wait_for_slots(self, count: int) -> bool:
+        """Whether all that come are here: False while a Reserve is unanswered and fewer than `count` are here."""
+        if len(self._slots) >= count or self.serving is None:
+            return True
+        self.reserve()
+        self._wait_until(lambda: len(self._slots) >= count or not self._reserving)
+        return len(self._slots) >= count or not self._reserving
+
+    def assign(self, keys: Sequence[bytes], namespace: int) -> tuple[bytes, int]:
+        """Give slots to as many of these keys as there are slots, the first ones first: packed offsets, and the
+        epoch."""
+        session = self.serving
+        if session is None or not self._is_bound:
+            return b"", 0
+        count = min(len(keys), len(self._slots))
+        packed = pack(self._slots.popleft() for _ in range(count))
+        if count:
+            self._send(session, Assign(session.welcome.epoch, packed, b"".join(keys[:count]), namespace))
+        self.reserve()
+        return packed, session.welcome.epoch
+
+    def reserve(self) -> None:
+        """Ask for slots ahead of need, when less than half of them are left."""
+        session = self.serving
+        if session is None or self.row is None or self._reserving:
+            return
+        target = min(self._slots_wanted, session.welcome.region_bytes // self.row.slot_bytes // REGION_SHARE)
+        missing = max(1, target) - len(self._slots)
+        if 2 * missing >= target:
+            self._reserving = self._number(None)
+            self._send(session, Reserve(self._reserving, missing))
+
+    def drop(self, held: Held) -> None:
+        """The bytes of these leased slots are wrong: nobody may hit them again."""
+        session = self.session
+        if session is not None and 0 < held.epoch <= session.welcome.epoch:
+            self._send(session, Fail(session.welcome.epoch, held.offsets, drop=True))
+
+    def begin_generation(self) -> None:
+        """What was stored before is not hit any more. Unused slots go back: a store to them would count as before
+        it."""
+        session = self.poll()
+        if session is None:
+            return
+        if self._slots:
+            self._send(session, Fail(session.welcome.epoch, pack(self._slots)))
+            self._slots.clear()
+        self._reserving = 0
+        self._send(session, Generation(private=self.is_private))
+        self.reserve()
+
+    def end_step(self) -> None:
+        """The scheduler's step is over: the next one may wait again."""
+        self._steps += 1
+        if self._missed_in_step:
+            self._missed_steps += 1
+            self._missed_deadlines += 1
+            self._say_late()
+        elif self._budget_seconds < self._step_seconds:
+            self._missed_steps = 0  # waited, and was answered
+        self._missed_in_step = False
+        self._budget_seconds = self._step_seconds
+        self._report()
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def poll(self, timeout_seconds: float = 0.0) -> Session | None:
+        """The present session, after taking in what has come."""
+        session = self._connector.current() if self._connector is not None else None
+        if session is not self.session:
+            self._begin_session(session)
+        if session is None:
+            return None
+        try:
+            for message in session.receive(timeout_seconds):
+                self._take(session, message)
+        except DaemonUnavailable:
+            self._begin_session(None)
+            return None
+        return session
+
+    def _begin_session(self, session: Session | None) -> None:
+        self.session = session
+        self.row = None
+        self.is_draining = self._is_bound = False
+        self._slots.clear()
+        self._reserving = 0
+        for answer in self._owed.values():
+            if answer is not None:
+                answer.is_complete = True  # with no hit
+        self._owed.clear()
+        self._unpins.clear()
+        self._missed_steps = 0
+
+    def _take(self, session: Session, message: FromDaemon) -> None:
+        if isinstance(message, Found):
+            self._take_found(message)
+        elif isinstance(message, Reserved):
+            self._owed.pop(message.request, None)
+            if message.request == self._reserving:
+                self._reserving = 0
+                self._slots.extend(np.frombuffer(message.offsets, dtype="<i8").tolist())
+            elif message.offsets:  # of before a reset
+                self._send(session, Fail(message.epoch, message.offsets))
+        elif isinstance(message, EngineReady):
+            self._take_ready(message)
+        elif isinstance(message, EngineLost):
+            self.row = None
+            logger.info("kvoffload scheduler: offload pauses: %s", message.message)
+        elif isinstance(message, Bound):
+            logger.info("kvoffload scheduler: the region has %d chunks for this model", message.num_ready)
+        elif isinstance(message, Drain):
+            self.is_draining = True
+            logger.info("kvoffload scheduler: the node daemon stops: %s", message.message)
+        elif isinstance(message, Refused):
+            self.row = None
+            logger.warning("kvoffload scheduler: the node daemon refused: %s: %s", message.reason, message.message)
+
+    def _take_ready(self, message: EngineReady) -> None:
+        row = SlotRow(message.slot_bytes, message.part_offsets, message.sharers, message.sharer_index)
+        self.row, self._is_bound = row, False
+        self.reserve()
+        logger.info(
+            "kvoffload scheduler: offload is on: %s, %d bytes a slot%s",
+            "one copy for all ranks" if message.replicated else "a part for each rank",
+            message.slot_bytes,
+            f" ({message.reason})" if message.reason else "",
+        )
+
+    def _take_found(self, message: Found) -> None:
+        answer = self._owed.pop(message.request, None)
+        if answer is None:
+            return
+        offsets = np.frombuffer(message.offsets, dtype="<i8")
+        if offsets.size != len(answer.keys):
+            answer.session.close(f"the daemon answered {len(answer.keys)} keys with {offsets.size} offsets")
+            return
+        found = zip(answer.keys, offsets.tolist(), strict=True)
+        answer.offsets = {key: offset for key, offset in found if offset >= 0}
+        answer.hits = set(answer.offsets)
+        answer.is_complete = True
+        if answer.is_abandoned:
+            self.abandon(answer)
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            if self._budget_seconds <= 0:
+                self._missed_in_step = True
+                return
+            begin = time.monotonic()
+            session = self.poll(self._budget_seconds)
+            self._budget_seconds -= time.monotonic() - begin
+            if session is None:
+                return
+
+    def _circuit_is_open(self) -> bool:
+        if self._missed_steps < MAX_MISSED_STEPS:
+            return False
+        if self._owed:
+            return True
+        self._missed_steps = 0
+        return False
+
+    def _say_late(self) -> None:
+        now = time.monotonic()
+        if self._missed_steps >= MAX_MISSED_STEPS and now >= self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            logger.warning(
+                "kvoffload scheduler: the node daemon did not answer within %g ms in %d steps in a row: everything is "
+                "a miss until it has answered",
+                1000 * self._step_seconds,
+                self._missed_steps,
+            )
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def _number(self, answer: Answer | None) -> int:
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._owed[number] = answer
+        return number
+
+    def _send(self, session: Session, *messages: Message) -> bool:
+        try:
+            session.send(*messages)
+        except DaemonUnavailable:
+            return False  # the next poll sees the session closed
+        return True
+
+    def _connected(self, session: Session) -> None:
+        """In the connector's thread, before anybody sees the new session: what workers may still read or write."""
+        (lock,) = session.take_descriptors()
+        old_lock, self._lock_descriptor = self._lock_descriptor, lock
+        if self._last_epoch:
+            reads, writes = self._holdings()
+            oldest = min([self._last_epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
+            session.send(
+                Reassert(oldest, b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
+            )
+        self._last_epoch = session.welcome.epoch
+        if old_lock >= 0:
+            os.close(old_lock)
+
+    def _report(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not self._steps or (now < self._next_report and not force):
+            return
+        self._next_report = now + REPORT_SECONDS
+        report = Report(missed_deadlines=self._missed_deadlines, steps=self._steps)
+        if self.session is not None and self._send(self.session, report):
+            self._steps = self._missed_deadlines = 0
