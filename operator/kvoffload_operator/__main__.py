@@ -21,6 +21,8 @@ from kvoffload_operator.webhook.server import AdmissionServer
 
 logger = logging.getLogger(__name__)
 
+DRAIN_SECONDS = 3.0
+
 
 async def serve_metrics(port: int, *, is_ready: Callable[[], bool]) -> web.AppRunner:
     """`/metrics`, `/healthz` (the loop turns), `/readyz`."""
@@ -74,7 +76,9 @@ async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
         logger.info("serving admission on port %d", settings.webhook_port)
         follow = asyncio.create_task(watch.follow(context))
         await stop.wait()
-        serving = False
+        # API servers keep their connections after the endpoint is gone: close each with an answer, none with a request
+        serving, server.is_draining = False, True
+        await asyncio.sleep(DRAIN_SECONDS)
     finally:
         if follow is not None:
             follow.cancel()

@@ -181,6 +181,7 @@ def running_control_plane(folder: Path) -> Iterator[ControlPlane]:
             "--service-account-issuer=https://kubernetes.default.svc",
             "--service-cluster-ip-range=10.97.0.0/16",
             "--endpoint-reconciler-type=none",
+            "--enable-aggregator-routing=true",  # webhooks are called at their endpoints
             "--authorization-mode=Node,RBAC",
             f"--token-auth-file={folder}/tokens.csv",
             "--allow-privileged=true",
@@ -309,9 +310,11 @@ def start_operator(plane: ControlPlane, name: str = "operator-a", *, url: str = 
 
 
 @contextlib.contextmanager
-def running_operator(plane: ControlPlane, name: str = "operator-a", **settings: str) -> Iterator[OperatorProcess]:
+def running_operator(
+    plane: ControlPlane, name: str = "operator-a", *, url: str = "", **settings: str
+) -> Iterator[OperatorProcess]:
     """A replica that is the leader."""
-    operator = start_operator(plane, name, **settings)
+    operator = start_operator(plane, name, url=url, **settings)
     try:
         wait_until(lambda: operator.is_leader, f"{name} to lead: {operator.log}", seconds=30)
         yield operator

@@ -1,4 +1,4 @@
-"""A proxy before the API server that can answer with errors, hang, or cut its client off: what networks and overload do.
+"""A proxy before the API server that can answer with errors, hang, or cut its client off, as networks do.
 
 Runs in a thread of the test with an event loop of its own. Watches are passed on as they stream.
 """
@@ -55,7 +55,11 @@ class FaultyProxy:
         connector = aiohttp.TCPConnector(ssl=context, limit=0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             app = web.Application(client_max_size=1 << 24)
-            app.router.add_route("*", "/{path:.*}", lambda request: self._handle(session, request))
+
+            async def handle(request: web.Request) -> web.StreamResponse:
+                return await self._handle(session, request)
+
+            app.router.add_route("*", "/{path:.*}", handle)
             runner = web.AppRunner(app, shutdown_timeout=1.0)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", self._port).start()

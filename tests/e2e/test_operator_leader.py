@@ -1,4 +1,4 @@
-"""Two replicas under one Lease: killed, stopped or cut off, the first is followed within 15 s and never writes again."""
+"""Two replicas under one Lease: killed, stopped or cut off, the first is followed in 15 s and never writes again."""
 
 import signal
 import time

@@ -276,6 +276,8 @@ def test_what_happened_while_it_was_away_is_made_good(
         with running_operator(control_plane, "operator-c", **QUICK):
             make_ready(control_plane, half)
             wait_until(lambda: not leftovers(control_plane, [gone]), "what was left of the deleted pool to go")
+            control_plane.kubectl("delete", "kvpool", half)
+            wait_until(lambda: not leftovers(control_plane, [half]), "the other pool's to go while somebody works")
     finally:
         operator.process.send_signal(signal.SIGCONT)
         operator.stop(signal.SIGKILL)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -186,22 +186,25 @@ async def ensure_certificates(
     plan = plan_rotation(stored, dns_names=dns_names, now=now, lifetime=lifetime)
     if plan.data is not None:
         logger.info("serving certificate: %s, valid until %s", plan.step, plan.expires_at.isoformat())
-        manifest = {
-            "metadata": {
-                "name": secret,
-                "namespace": namespace,
-                "labels": {"app.kubernetes.io/name": "kvoffload", "app.kubernetes.io/component": "webhook"},
-                "ownerReferences": [
-                    {"apiVersion": "apps/v1", "kind": "Deployment", "name": owner["name"], "uid": owner["uid"]}
-                ],
-            },
-            "type": "Opaque",
-            "data": {key: base64.b64encode(value).decode() for key, value in plan.data.items()},
-        }
-        await kube.apply(SECRETS, manifest, field_manager=OPERATOR_FIELD_MANAGER)
+        encoded: dict[str, str | None] = {key: base64.b64encode(value).decode() for key, value in plan.data.items()}
+        if found is None:
+            await kube.create(SECRETS, _secret(secret, namespace, owner) | {"data": encoded}, namespace)
+        else:
+            gone = dict.fromkeys(stored.keys() - plan.data.keys())
+            await kube.merge_patch(SECRETS, secret, {"data": {**encoded, **gone}}, namespace=namespace)
     for resource in (MUTATING_WEBHOOKS, VALIDATING_WEBHOOKS):
         await ensure_bundle(kube, resource, configuration, plan.bundle)
     return plan
+
+
+def _secret(name: str, namespace: str, owner: Mapping[str, str]) -> dict[str, Any]:
+    """The Secret's frame; it goes when the operator's Deployment goes."""
+    owned_by = {"apiVersion": "apps/v1", "kind": "Deployment", "name": owner["name"], "uid": owner["uid"]}
+    labels = {"app.kubernetes.io/name": "kvoffload", "app.kubernetes.io/component": "webhook"}
+    return {
+        "metadata": {"name": name, "namespace": namespace, "labels": labels, "ownerReferences": [owned_by]},
+        "type": "Opaque",
+    }
 
 
 async def ensure_bundle(kube: KubeClient, resource: Resource, name: str, bundle: bytes) -> None:

@@ -75,6 +75,8 @@ class AdmissionServer:
     def __init__(self, kube: KubeClient, *, operator_namespace: str) -> None:
         self._pools, self._namespaces = ObjectCache(kube, POOLS), ObjectCache(kube, NAMESPACES)
         self._operator_namespace = operator_namespace
+        self.is_draining = False
+        """This replica is about to end: every answer closes its connection, so that callers turn to another replica."""
 
     def build_app(self) -> web.Application:
         """The application with its routes."""
@@ -96,13 +98,16 @@ class AdmissionServer:
             with duration.time():
                 review = json.loads(await request.read())
                 answer = await decide(review["request"])
-            return web.json_response(
+            response = web.json_response(
                 {
                     "apiVersion": "admission.k8s.io/v1",
                     "kind": "AdmissionReview",
                     "response": {"uid": review["request"]["uid"], **answer},
                 }
             )
+            if self.is_draining:
+                response.force_close()
+            return response
 
         return handler
 
