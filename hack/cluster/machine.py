@@ -24,6 +24,7 @@ HUGETLBFS = Path("/dev/hugepages")
 NODE_STATE = Path("/var/lib/kvoffload")  # where the chart keeps the daemons' state on a node
 CGROUPS = Path("/sys/fs/cgroup")
 NAMESPACES = Path("/run/netns")
+CPU_SHARES = "8192"  # of eight processes: all pods together would otherwise weigh as much as one process outside
 CGROUP_V2_CONTROLLERS = ("cpuset", "cpu", "io", "memory", "hugetlb", "pids")
 
 
@@ -138,6 +139,8 @@ def ensure_cgroups(settings: ClusterSettings) -> None:
         if folder.parent.name == "cpuset":
             for name in ("cpuset.cpus", "cpuset.mems"):
                 (folder / name).write_text((folder.parent / name).read_text())
+        if (folder / "cpu.shares").exists():
+            (folder / "cpu.shares").write_text(CPU_SHARES)
 
 
 def read_cgroup_processes(settings: ClusterSettings) -> set[int]:

@@ -16,7 +16,7 @@ from hack.cluster import lifecycle, machine
 from hack.cluster.settings import HUGEPAGE_BYTES, ClusterSettings
 from hack.console import StepError, say, step, wait_until
 from hack.demo import servers
-from hack.demo.installation import create_pool, delete_pool, install_chart, read_region
+from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool, install_chart, read_region
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import Prometheus, running_prometheus
 from hack.demo.servers import Answer, Server, ServerFiles, demo_prompts, start_server, stop_server, wait_server
@@ -27,6 +27,7 @@ from hack.vllm.models import ensure_model
 from kvoffload.layout.extents import plan_extent_bytes
 
 POOL = "demo"
+SERVERS = ("vllm-a", "vllm-b")
 OUTPUT = BUILD / "demo"
 NODE = 'component="node"'
 
@@ -89,12 +90,23 @@ def prepare(settings: ClusterSettings) -> Bench:
     return Bench(kubernetes=kubernetes, images=images, files=files)
 
 
-def clean(bench: Bench) -> None:
-    """Remove what an earlier run left: servers, then the pool."""
-    for name in ("vllm-a", "vllm-b"):
+def remove_leftovers(bench: Bench) -> None:
+    """Remove what an earlier demo left, also where its operator does not run any more. Before an upgrade: a daemon that
+    is replaced while its pool is deleted would leave its pages to the next pool of that name."""
+    for name in SERVERS:
         stop_server(bench.kubernetes, name=name)
     if bench.kubernetes.is_known("kvpool"):
+        bench.kubernetes.delete("kvpool", POOL)
+        selector = f"--selector={DAEMON_SELECTOR}={POOL}"
+        bench.kubernetes.kubectl("delete", "daemonsets", selector, f"--namespace={NAMESPACE}", "--wait=true")
         delete_pool(bench.kubernetes, name=POOL)
+
+
+def clean(bench: Bench) -> None:
+    """Remove the servers, then the pool, and with it the daemon and its pages."""
+    for name in SERVERS:
+        stop_server(bench.kubernetes, name=name)
+    delete_pool(bench.kubernetes, name=POOL)
 
 
 def run_shared(bench: Bench, prometheus: Prometheus) -> SharedRun:
@@ -152,10 +164,10 @@ def run(
 ) -> tuple[Summary, SharedRun]:
     """All of it; `while_shared` is called while both servers run. Returns the summary and the answers behind it."""
     bench = prepare(settings)
+    with step("Removing what an earlier demo left"):
+        remove_leftovers(bench)
     with step("Installing the chart"):
         install_chart(bench.kubernetes, bench.images)
-    with step("Removing what an earlier demo left"):
-        clean(bench)
     free_before = machine.read_hugepages("free")
     with running_prometheus(bench.kubernetes, OUTPUT / "prometheus") as prometheus:
         shared = run_shared(bench, prometheus)

@@ -32,8 +32,8 @@ def kubernetes(bench: Bench) -> Kubernetes:
 @pytest.fixture(scope="session")
 def release(bench: Bench) -> Iterator[Bench]:
     """The chart installed; what the tests made is removed at the end."""
+    demo.remove_leftovers(bench)
     install_chart(bench.kubernetes, bench.images)
-    demo.clean(bench)
     yield bench
     demo.clean(bench)
 
