@@ -5,7 +5,6 @@ object, {check: "ok" or the traceback}. SOCKET is a daemon's; CONTROL a folder i
 commands go (empty for checks that use the real daemon).
 """
 
-import ctypes
 import inspect
 import json
 import os
@@ -150,6 +149,10 @@ class ToyEngine:
         """Load these keys into these blocks in all ranks; returns the failed loads of all."""
         slots = self.prepare_load(name, keys)
         self.step()
+        return self.submit_load(name, slots, blocks)
+
+    def submit_load(self, name: str, slots: Any, blocks: list[int]) -> dict[int, bool]:
+        """The second half of a load: copies in all ranks, and the end of its request."""
         spec = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
         self.jobs += 1
         failed: dict[int, bool] = {}
@@ -182,7 +185,8 @@ class ToyEngine:
 
 
 class Control:
-    """The scripted daemon's stdin and stdout, through two named pipes."""
+    """Whoever runs the daemon, through two named pipes: the scripted one itself, or the test that can kill the real
+    one."""
 
     def __init__(self, folder: Path) -> None:
         self.commands = (folder / "commands").open("w")
@@ -195,6 +199,10 @@ class Control:
 
     def dump(self) -> dict[str, Any]:
         return json.loads(self.say("dump"))
+
+
+class Pool(Control):
+    """The real daemon's keeper: `kill`, `start`."""
 
 
 # --- the classes of this vLLM
@@ -324,6 +332,117 @@ def a_reset_forgets_what_this_engine_stored_and_keeps_what_others_stored(socket_
         assert other.is_hit(mine + theirs)
     finally:
         one.close()
+        other.close()
+
+
+# --- the real daemon killed and started again
+# ----------------------------------------------------------------------------
+
+
+def fill_the_pool(engine: ToyEngine, first: int) -> int:
+    """Store new keys until far more was written than the pool holds; returns how many were taken."""
+    taken = 0
+    for begin in range(first, first + 64 * 60, 60):
+        taken += len(engine.store(f"fill-{begin}", keys_of(*range(begin, begin + 60)), list(range(60))))
+    return taken
+
+
+@check
+def leased_slots_keep_their_bytes_while_another_engine_needs_their_space(socket_path: str, pool: "Pool") -> None:
+    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
+    try:
+        keys = keys_of(*range(700, 708))
+        for index in range(8):
+            engine.fill(index, 5 * index)
+        engine.store("s", keys, list(range(8)))
+        wait_until(lambda: engine.is_hit(keys))
+        slots = engine.prepare_load("l", keys)
+        engine.step()
+        assert fill_the_pool(other, 10_000) > 1400
+        assert engine.submit_load("l", slots, list(range(20, 28))) == {}
+        assert all(engine.holds(20 + index, 5 * index) for index in range(8))
+    finally:
+        engine.close()
+        other.close()
+
+
+@check
+def a_restarted_daemon_has_what_was_stored_and_the_same_engine_stores_again(socket_path: str, pool: "Pool") -> None:
+    engine = ToyEngine(socket_path)
+    try:
+        keys, more = keys_of(*range(800, 804)), keys_of(*range(810, 814))
+        for index in range(4):
+            engine.fill(index, 7 * index)
+        engine.store("s", keys, list(range(4)))
+        wait_until(lambda: engine.is_hit(keys))
+        pool.say("kill")
+        assert not engine.is_hit(keys)
+        pool.say("start")
+        wait_until(lambda: engine.is_hit(keys))
+        assert engine.load("l", keys, list(range(30, 34))) == {}
+        assert all(engine.holds(30 + index, 7 * index) for index in range(4))
+        wait_until(lambda: engine.is_hit(more) or bool(engine.store(f"m{time.monotonic_ns()}", more, list(range(4)))))
+        wait_until(lambda: engine.is_hit(more))
+    finally:
+        engine.close()
+
+
+@check
+def a_load_that_spans_a_restart_reads_its_own_bytes_while_another_engine_fills_the_pool(
+    socket_path: str, pool: "Pool"
+) -> None:
+    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
+    try:
+        keys = keys_of(*range(900, 908))
+        for index in range(8):
+            engine.fill(index, 9 * index)
+        engine.store("s", keys, list(range(8)))
+        wait_until(lambda: engine.is_hit(keys))
+        slots = engine.prepare_load("l", keys)
+        engine.step()
+        pool.say("kill")
+        pool.say("start")
+        wait_until(lambda: bool(other.store(f"o{time.monotonic_ns()}", keys_of(time.monotonic_ns()), [0])))
+        fill_the_pool(other, 100_000)
+        wait_until(lambda: engine.workers[0]._connector.current() and engine.workers[1]._connector.current())
+        assert engine.submit_load("l", slots, list(range(20, 28))) == {}
+        assert all(engine.holds(20 + index, 9 * index) for index in range(8))
+        wait_until(lambda: fill_the_pool(other, 200_000 + time.monotonic_ns() % 10**9) > 0)
+    finally:
+        engine.close()
+        other.close()
+
+
+@check
+def a_store_that_spans_a_restart_is_dropped_and_harms_nobody(socket_path: str, pool: "Pool") -> None:
+    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
+    try:
+        keys, theirs = keys_of(1000, 1001), keys_of(*range(1010, 1020))
+        engine.look_up("s", keys)
+        wait_until(lambda: engine.manager.link.wait_for_slots(2))
+        output = engine.manager.prepare_store(keys, ReqContext(req_id="s"))
+        assert output.keys_to_store == keys
+        engine.step()
+        pool.say("kill")
+        pool.say("start")
+        for index in range(10):
+            other.fill(index, 3 * index)
+        wait_until(
+            lambda: other.is_hit(theirs) or bool(other.store(f"o{time.monotonic_ns()}", theirs, list(range(10))))
+        )
+        engine.fill(0, 99)
+        spec = GPULoadStoreSpec([0, 0], group_sizes=[2], block_indices=[0])
+        for worker in engine.workers:
+            worker.submit_store(1, spec, output.store_spec)
+            assert [one.job_id for one in worker.get_finished()] == [1]
+        engine.manager.complete_store(set(keys), ReqContext(req_id="s"))
+        wait_until(lambda: other.is_hit(theirs))
+        assert other.load("l", theirs, list(range(40, 50))) == {}
+        assert all(other.holds(40 + index, 3 * index) for index in range(10))
+        wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
+        assert not engine.is_hit(keys)
+    finally:
+        engine.close()
         other.close()
 
 
@@ -473,20 +592,19 @@ def more_is_stored_than_there_are_slots_and_nothing_breaks(socket_path: str, con
 
 
 def main() -> None:
-    socket_path, folder, *names = sys.argv[1:]
-    ctypes.CDLL(None).malloc_trim(0)
-    control = Control(Path(folder)) if folder else None
+    kind, socket_path, folder, *names = sys.argv[1:]
+    wanted = {"plain": None, "control": "control", "pool": "pool"}[kind]
+    control = {"plain": None, "control": Control, "pool": Pool}[kind]
+    extra = [control(Path(folder))] if control is not None else []
     results = {}
     for name in names or CHECKS:
-        function = CHECKS[name]
-        needs_control = "control" in inspect.signature(function).parameters
-        if needs_control != (control is not None):
-            continue
-        try:
-            function(socket_path, control) if needs_control else function(socket_path)
-            results[name] = "ok"
-        except Exception:  # noqa: BLE001 - the test that started this prints it
-            results[name] = traceback.format_exc()
+        parameters = inspect.signature(CHECKS[name]).parameters
+        if (wanted in parameters) if wanted else (len(parameters) == 1):
+            try:
+                CHECKS[name](socket_path, *extra)
+                results[name] = "ok"
+            except Exception:  # noqa: BLE001 - the test that started this prints it
+                results[name] = traceback.format_exc()
     print("RESULTS " + json.dumps(results), flush=True)
 
 

@@ -4,12 +4,16 @@ check.
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from engine_process import ROOT
@@ -20,12 +24,11 @@ from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 SOURCE = (HERE / "no_model_checks.py").read_text()
-DECLARED = re.findall(r"@check\ndef (\w+)\(([^)]*)\)", SOURCE)
-WITH_DAEMON = [name for name, parameters in DECLARED if "control" not in parameters]
-WITH_FAULTS = [name for name, parameters in DECLARED if "control" in parameters]
+CHECKS = re.findall(r"@check\ndef (\w+)\(", SOURCE)
+CAPACITY_BYTES = 16 << 20
 
 
-def run_checks(python: Path, socket: Path, overlay: Path | None, control: str = "") -> dict[str, str]:
+def run_checks(python: Path, kind: str, socket: Path, folder: Path, overlay: Path | None) -> dict[str, str]:
     """All checks of one kind in one process; importing vLLM is what takes the time."""
     path = [str(ROOT / "agent"), *([str(overlay)] if overlay else [])]
     environment = {
@@ -35,7 +38,7 @@ def run_checks(python: Path, socket: Path, overlay: Path | None, control: str = 
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     done = subprocess.run(
-        [str(python), str(HERE / "no_model_checks.py"), str(socket), control],
+        [str(python), str(HERE / "no_model_checks.py"), kind, str(socket), str(folder)],
         env=environment,
         capture_output=True,
         text=True,
@@ -44,21 +47,44 @@ def run_checks(python: Path, socket: Path, overlay: Path | None, control: str = 
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     if not lines:
         pytest.fail(f"the checks ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return json.loads(lines[0].removeprefix("RESULTS "))
+    return dict(json.loads(lines[0].removeprefix("RESULTS ")))
+
+
+@contextlib.contextmanager
+def pipes(folder: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Commands and answers. Opened for reading and writing, so that no side waits for the other."""
+    for name in ("commands", "answers"):
+        os.mkfifo(folder / name)
+    with (folder / "commands").open("r+b", 0) as commands, (folder / "answers").open("r+b", 0) as answers:
+        yield commands, answers
+
+
+def keep_pool(daemon: PoolDaemon, commands: BinaryIO, answers: BinaryIO) -> None:
+    """Do what the checks say, until they say `end`."""
+    while (command := commands.readline().decode().strip()) != "end":
+        {"kill": daemon.kill, "start": daemon.start}[command]()
+        answers.write(b"done\n")
 
 
 def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
-    with PoolDaemon(folder, capacity_bytes=64 << 20) as daemon:
-        return run_checks(python, daemon.attach("pod-toy"), overlay)
+    """The checks that need a daemon, and those that need it killed, with the real one."""
+    with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
+        socket = daemon.attach("pod-toy")
+        results = run_checks(python, "plain", socket, folder, overlay)
+        keeper = threading.Thread(target=keep_pool, args=(daemon, commands, answers))
+        keeper.start()
+        try:
+            return results | run_checks(python, "pool", socket, folder, overlay)
+        finally:
+            commands.write(b"end\n")
+            keeper.join()
 
 
 def run_with_faults(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
+    """The checks that need a daemon which misbehaves."""
     folder.mkdir(exist_ok=True)
-    for name in ("commands", "answers"):
-        os.mkfifo(folder / name)
     socket = folder / "d.sock"
-    # Opened for reading and writing, so that no side waits for the other.
-    with (folder / "commands").open("r+b", 0) as commands, (folder / "answers").open("r+b", 0) as answers:
+    with pipes(folder) as (commands, answers):
         daemon = subprocess.Popen(
             [sys.executable, str(HERE.parent / "scripted_daemon.py"), str(socket), str(16 << 20)],
             stdin=commands,
@@ -66,7 +92,7 @@ def run_with_faults(python: Path, folder: Path, overlay: Path | None = None) -> 
         )
         try:
             assert answers.readline() == b"ready\n"
-            return run_checks(python, socket, overlay, str(folder))
+            return run_checks(python, "control", socket, folder, overlay)
         finally:
             daemon.kill()
             daemon.wait()
@@ -79,6 +105,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**found, **run_with_faults(python, tmp_path_factory.mktemp("faults"))}
 
 
-@pytest.mark.parametrize("name", WITH_DAEMON + WITH_FAULTS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_with_the_newest_vllm(results: dict[str, str], name: str) -> None:
     assert results[name] == "ok", results[name]
