@@ -1,0 +1,208 @@
+"""Checks of the device backend on a real GPU, run by vLLM's Python (a CUDA build): bytes, order, registration,
+bandwidth.
+
+`python gpu_checks.py` prints one JSON object, {check: figures or the traceback}. It needs no daemon and no model: the
+region is a memfd, mapped as a worker maps it.
+"""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvoffload.layout.pages import build_part_layout
+from kvoffload_engine.mapping import RegionMapping
+from kvoffload_engine.transfer.cuda import DeviceTransfer
+from kvoffload_engine.transfer.plan import WHOLE, CopyPlan, DeviceTensors, Stripe, plan_copy
+
+NUM_LAYERS, PAGE_BYTES, NUM_BLOCKS = 32, 73728, 512
+NUM_SLOTS = 256
+EXTENT_BYTES = 64 << 20
+CHECKS: dict[str, Callable[[], Any]] = {}
+
+
+def check(function: Callable[[], Any]) -> Callable[[], Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Rig:
+    """KV caches on the GPU and a region in host memory."""
+
+    def __init__(self) -> None:
+        self.layout = build_part_layout([[(layer, PAGE_BYTES) for layer in range(NUM_LAYERS)]], blocks_per_chunk=1)
+        self.slot_bytes = self.layout.part_bytes
+        self.region_bytes = -(-NUM_SLOTS * self.slot_bytes // EXTENT_BYTES) * EXTENT_BYTES
+        descriptor = os.memfd_create("kvoffload-gpu")
+        os.ftruncate(descriptor, self.region_bytes)
+        self.mapping = RegionMapping(descriptor, self.region_bytes, 1)
+        os.close(descriptor)
+        self.caches = [
+            torch.randint(-128, 127, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8, device="cuda")
+            for _ in range(NUM_LAYERS)
+        ]
+        self.tensors = DeviceTensors(
+            np.array([cache.data_ptr() for cache in self.caches], dtype=np.int64),
+            np.array([cache.stride(0) for cache in self.caches], dtype=np.int64),
+            NUM_BLOCKS,
+        )
+        self.transfer = DeviceTransfer()
+        self.transfer.region_mapped(self.mapping, EXTENT_BYTES)
+        self.jobs = 0
+
+    def plan(self, blocks: list[int], slots: list[int], stripe: Stripe = WHOLE) -> CopyPlan:
+        return plan_copy(
+            layout=self.layout,
+            tensors=self.tensors,
+            block_ids=np.array(blocks),
+            group_sizes=[len(blocks)],
+            block_indices=[0],
+            slot_offsets=np.array(slots, dtype=np.int64) * self.slot_bytes,
+            slot_bytes=self.slot_bytes,
+            part_offset=0,
+            region_address=self.mapping.address,
+            region_bytes=self.region_bytes,
+            stripe=stripe,
+        )
+
+    def run(self, plan: CopyPlan, *, to_region: bool) -> float:
+        """Copy and wait; seconds on the device."""
+        self.jobs += 1
+        self.transfer.start(self.jobs, plan, to_region=to_region)
+        self.transfer.wait({self.jobs})
+        ((job_id, seconds),) = self.transfer.finished()
+        assert job_id == self.jobs
+        return seconds
+
+    def close(self) -> None:
+        self.transfer.shutdown()
+        self.mapping.close()
+
+
+@check
+def stored_and_loaded_bytes_are_equal_striped_over_four_ranks() -> dict[str, Any]:
+    rig = Rig()
+    blocks, targets, slots = list(range(64)), list(range(256, 320)), list(range(100, 164))
+    for rank in range(4):
+        rig.run(rig.plan(blocks, slots, Stripe(rank, 4)), to_region=True)
+    rig.run(rig.plan(targets, slots), to_region=False)
+    torch.cuda.synchronize()
+    for cache in rig.caches:
+        assert torch.equal(cache[blocks], cache[targets])
+        assert not torch.equal(cache[blocks], cache[[block + 1 for block in blocks]])
+    registered = rig.transfer.registration_refused or "registered"
+    rig.close()
+    return {"pages": 64 * NUM_LAYERS, "registration": registered}
+
+
+@check
+def a_store_waits_for_the_compute_stream() -> dict[str, Any]:
+    """The block is written by slow work that is still queued when the store is submitted."""
+    rig = Rig()
+    slow = torch.randn(8192, 8192, device="cuda")
+    for round_number in range(20):
+        value = round_number + 1
+        for _ in range(8):
+            slow = slow @ slow / 90.0
+        for cache in rig.caches:
+            cache[7] = value
+        rig.jobs += 1
+        rig.transfer.start(rig.jobs, rig.plan([7], [3]), to_region=True)
+        rig.transfer.wait({rig.jobs})
+        assert rig.transfer.finished()
+        region = np.frombuffer(rig.mapping._map, dtype=np.int8, count=rig.slot_bytes, offset=3 * rig.slot_bytes)
+        assert (region == value).all(), f"round {round_number}: an older value was stored"
+        del region
+    rig.close()
+    return {"rounds": 20}
+
+
+@check
+def a_load_lands_after_the_zeroing_that_was_queued_before_it() -> dict[str, Any]:
+    rig = Rig()
+    rig.run(rig.plan([1], [1]), to_region=True)
+    expected = [cache[1].clone() for cache in rig.caches]
+    slow = torch.randn(8192, 8192, device="cuda")
+    for _ in range(20):
+        for _ in range(8):
+            slow = slow @ slow / 90.0
+        for cache in rig.caches:
+            cache[400].zero_()
+        rig.run(rig.plan([400], [1]), to_region=False)
+        torch.cuda.synchronize()
+        assert all(torch.equal(cache[400], wanted) for cache, wanted in zip(rig.caches, expected, strict=True))
+    rig.close()
+    return {"rounds": 20}
+
+
+@check
+def extents_are_registered_in_the_background_and_given_back() -> dict[str, Any]:
+    rig = Rig()
+    pinning = rig.transfer._pinning
+    assert pinning is not None
+    rig.run(rig.plan(list(range(64)), list(range(64))), to_region=True)
+    deadline = time.monotonic() + 20
+    used = {int(offset) * rig.slot_bytes // EXTENT_BYTES for offset in range(64)}
+    while pinning.num_registered < len(used) and not pinning.refused and time.monotonic() < deadline:
+        time.sleep(0.01)
+    registered, refused = pinning.num_registered, pinning.refused
+    rig.transfer.extents_revoked([0])
+    after = pinning.num_registered
+    rig.close()
+    assert refused or (registered >= len(used) and after == registered - 1)
+    return {"registered_extents": registered, "refused": refused}
+
+
+@check
+def bandwidth_beside_one_large_pinned_copy() -> dict[str, Any]:
+    rig = Rig()
+    blocks, slots = list(range(256)), list(range(256))
+    store, load = rig.plan(blocks, slots), rig.plan(blocks, slots)
+    pageable = store.total_bytes / rig.run(store, to_region=True) / 1e9
+    time.sleep(3)  # extents are registered in the background; how many were is in the figures
+    stored = max(store.total_bytes / rig.run(store, to_region=True) for _ in range(5)) / 1e9
+    loaded = max(load.total_bytes / rig.run(load, to_region=False) for _ in range(5)) / 1e9
+    host = torch.empty(store.total_bytes, dtype=torch.int8, pin_memory=True)
+    device = torch.empty(store.total_bytes, dtype=torch.int8, device="cuda")
+    rates = {}
+    for name, target, source in (("store", host, device), ("load", device, host)):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        best = 0.0
+        for _ in range(5):
+            begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            best = max(best, store.total_bytes / (begin.elapsed_time(end) * 1e-3) / 1e9)
+        rates[name] = best
+    registered = rig.transfer._pinning.num_registered if rig.transfer._pinning else 0
+    rig.close()
+    return {
+        "bytes": store.total_bytes,
+        "registered_extents": registered,
+        "store_first_gb_per_s": pageable,
+        "store_gb_per_s": stored,
+        "load_gb_per_s": loaded,
+        "one_copy_store_gb_per_s": rates["store"],
+        "one_copy_load_gb_per_s": rates["load"],
+        "device": torch.cuda.get_device_name(),
+    }
+
+
+def main() -> None:
+    results = {}
+    for name, function in CHECKS.items():
+        try:
+            results[name] = {"ok": function()}
+        except Exception:  # noqa: BLE001 - the test that started this prints it
+            results[name] = {"error": traceback.format_exc()}
+    print("RESULTS " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
