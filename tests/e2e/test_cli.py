@@ -44,6 +44,8 @@ spec:
 
 @pytest.fixture
 def tools(demo_result) -> ToolOutputs:
+    if isinstance(demo_result.tools, Exception):
+        raise demo_result.tools
     return demo_result.tools
 
 
