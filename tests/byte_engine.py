@@ -33,6 +33,8 @@ from kvoffload.protocol.messages import (
     Reassert,
     Reserve,
     Reserved,
+    Revoke,
+    Revoked,
     Seal,
     Unpin,
 )
@@ -94,7 +96,7 @@ class ByteEngine:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def connect(self, timeout_seconds: float = 20.0) -> None:
+    def connect(self, timeout_seconds: float = 60.0) -> None:
         """Attach, or attach again; re-asserts what is held if this daemon is another one."""
         before = list(self.locks)
         for session in self.sessions:
@@ -247,6 +249,24 @@ class ByteEngine:
             self.write(rank, offsets)
             self.end_write(rank, offsets)
         return offsets
+
+    def acknowledge_revocations(self) -> "set[int]":
+        """Answer what the daemon wants back; returns these extents, none of which may be in use here."""
+        taken: set[int] = set()
+        for worker in self.workers:
+            for message in worker.receive(0.0):
+                if isinstance(message, Revoke):
+                    extents = set(unpack(message.extents))
+                    in_use = {o // worker.welcome.extent_bytes * worker.welcome.extent_bytes for o in self.in_use}
+                    assert not extents & in_use, "an extent in use was revoked"
+                    worker.send(Revoked(message.extents))
+                    taken |= extents
+        return taken
+
+    @property
+    def in_use(self) -> "set[int]":
+        """Slots that this engine may touch."""
+        return {*self.held.pins, *self.held.writes}
 
     def reserve_and_return(self, count: int) -> "list[int]":
         """Credits that go back at once."""

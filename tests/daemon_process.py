@@ -29,18 +29,22 @@ from kvoffload.protocol.messages import AttachPod, Bind, Bound, EngineReady, Hel
 
 PAGE_BYTES = 2 << 20
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
-_START_SECONDS = 20.0
+_START_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def hugetlb_mount(num_bytes: int) -> Iterator[Path]:
-    """A hugetlbfs in a new folder, with so many bytes of 2 MiB pages added to the node and taken away after."""
+def hugetlb_mount(num_bytes: int, *, limit: bool = False) -> Iterator[Path]:
+    """A hugetlbfs in a new folder, with so many bytes of 2 MiB pages added to the node and taken away after.
+
+    With `limit` the mount itself gives no more than that.
+    """
     num_pages = -(-num_bytes // PAGE_BYTES)
     folder = Path(f"/run/kvoffload-test-{uuid.uuid4().hex[:12]}")
     _add_pages(num_pages)
     try:
         folder.mkdir()
-        subprocess.run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", str(folder)], check=True)
+        options = f"pagesize=2M,size={num_bytes}" if limit else "pagesize=2M"
+        subprocess.run(["mount", "-t", "hugetlbfs", "-o", options, "none", str(folder)], check=True)
         try:
             yield folder
         finally:
@@ -115,6 +119,10 @@ class DaemonProcess:
         path = self.folder / "region.json"
         path.with_suffix(".new").write_text(json.dumps(self.spec))
         path.with_suffix(".new").rename(path)
+
+    def delete_spec(self) -> None:
+        """Delete the region, as the end of its pool would."""
+        (self.folder / "region.json").unlink()
 
     def start(self) -> None:
         """Start the daemon, wait until it takes pods, and hand over those that it had."""
@@ -249,6 +257,8 @@ class TestEngine:
         """End all sessions, as the engine's death would."""
         for session in (self.scheduler, *self.workers):
             session.close()
+            for descriptor in session.take_descriptors():
+                os.close(descriptor)
 
 
 def wait_until(holds: Callable[[], bool], timeout_seconds: float = 20.0, pause_seconds: float = 0.01) -> None:

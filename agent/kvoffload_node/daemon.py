@@ -32,7 +32,7 @@ from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec
 from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
 from kvoffload.units import format_bytes
 from kvoffload_node.health import TEXT, Answer, in_loop, start_endpoints
-from kvoffload_node.host.hugepages import explain_shortage
+from kvoffload_node.host.hugepages import explain_shortage, read_hugepage_limit
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import NoHugetlbfs, read_mount
@@ -155,7 +155,11 @@ class Daemon:
 
     async def _follow_file(self, path: Path) -> None:
         while True:
-            text = await asyncio.to_thread(path.read_text)
+            try:
+                text = await asyncio.to_thread(path.read_text)
+            except FileNotFoundError:
+                self._take_region(None)
+                return
             self._take_spec(KVOffloadRegionSpec.model_validate(json.loads(text)))
             await asyncio.sleep(FILE_SECONDS)
 
@@ -232,6 +236,7 @@ class Daemon:
         """Reserve the pages, and go on trying while there are not enough."""
         while True:
             try:
+                self._check_limit(region)
                 region.reserve_pages()
                 self._pages_problem = ("", "")
                 log.info("%s of pages are reserved", format_bytes(region.capacity_bytes))
@@ -243,6 +248,12 @@ class Daemon:
                 )
                 log.warning("%s (%s)", self._pages_problem[1], error)
                 await asyncio.sleep(RETRY_SECONDS)
+
+    def _check_limit(self, region: Region) -> None:
+        """A reservation is not charged to the cgroup, extents are: better to know now. Raises PagesUnavailable."""
+        limit = read_hugepage_limit(self.paths, region.mount.page_bytes)
+        if region.mount.is_hugetlbfs and limit and limit.limit_bytes - limit.used_bytes < region.unallocated_bytes:
+            raise PagesUnavailable(f"the cgroup's limit is {limit.limit_bytes} bytes, {limit.used_bytes} are used")
 
     async def _sweep(self, registry: Registry) -> None:
         while True:
@@ -292,7 +303,11 @@ class Daemon:
         if running is None or not running.region.pages_reserved:
             return Finding(kind, False, RegionReason.STARTING, "the pages are not reserved yet")
         if running.region.extents.problem:
-            return Finding(kind, False, RegionReason.PAGES_UNAVAILABLE, running.region.extents.problem)
+            region = running.region
+            reason, message = explain_shortage(
+                self.paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
+            )
+            return Finding(kind, False, reason, f"{region.extents.problem}: {message}")
         if not running.region.mount.is_hugetlbfs:
             message = (
                 f"{format_bytes(running.region.capacity_bytes)} of shared memory in pages of 4 KiB, as fallback says"

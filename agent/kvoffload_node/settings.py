@@ -25,7 +25,10 @@ class NodeSettings(BaseSettings):
     )
     region_file: Annotated[
         Path | None,
-        Field(description="Read the region's spec from this JSON file and speak to no API server: tests and benches."),
+        Field(
+            description="Read the region's spec from this JSON file (its end is the region's) and speak to no API "
+            "server: for tests and benches."
+        ),
     ] = None
     hugepages: Annotated[Path, Field(description="Where the hugetlbfs (or tmpfs) is mounted.")] = Path("/hugepages")
     state: Annotated[Path, Field(description="Folder for journals, attachments and the last spec seen.")] = Path(

@@ -77,10 +77,5 @@ class Attachments:
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
             yield msgspec.json.decode(path.read_bytes(), type=AttachmentEntry)
 
-    def clear(self) -> None:
-        """Forget all: another boot, or the region is gone."""
-        for path in self._folder.iterdir():
-            path.unlink()
-
     def _lock_path(self, number: int) -> Path:
         return self._folder / f"{number}.lock"
