@@ -7,8 +7,8 @@ lease, and takes care of listing, watching, and mending watches that broke, went
 """
 
 import asyncio
-import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -24,6 +24,8 @@ OnDirty = Callable[[Dirty], None]
 Update = Callable[[dict[str, Any]], Dirty]
 
 SERVER_TIMEOUT_SECONDS = 300
+FIRST_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 30.0
 SILENCE_SECONDS = 70
 """Bookmarks come every 60 s or so: a watch that says nothing for longer is dead and is made anew."""
 
@@ -87,14 +89,30 @@ def build_kopf_settings() -> kopf.OperatorSettings:
 async def watch_cluster(
     view: ClusterView, on_dirty: OnDirty, *, identity: str, stop: asyncio.Event, ready: asyncio.Event
 ) -> None:
-    """Watch until `stop` is set."""
-    with contextlib.suppress(asyncio.CancelledError):
-        await kopf.operator(
-            registry=build_registry(view, on_dirty),
-            settings=build_kopf_settings(),
-            standalone=True,
-            identity=cast(Any, identity),  # a NewType that kopf does not export; its own guess needs a passwd entry
-            clusterwide=True,
-            stop_flag=stop,
-            ready_flag=ready,
-        )
+    """Watch until `stop` is set or the process is told to end.
+
+    kopf gives up where the API server refuses a listing or a watch (403, 500 ...); that passes, so it is begun again.
+    """
+    delay_seconds = FIRST_RETRY_SECONDS
+    while not stop.is_set():
+        started = time.monotonic()
+        try:
+            await kopf.operator(
+                registry=build_registry(view, on_dirty),
+                settings=build_kopf_settings(),
+                standalone=True,
+                identity=cast(Any, identity),  # a NewType that kopf does not export; its guess needs a passwd entry
+                clusterwide=True,
+                stop_flag=stop,
+                ready_flag=ready,
+            )
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- kopf's errors have no root that it exports
+            if time.monotonic() - started > MAX_RETRY_SECONDS:
+                delay_seconds = FIRST_RETRY_SECONDS
+            logger.warning("watches ended, begun again in %.0f s: %s", delay_seconds, error)
+            await asyncio.sleep(delay_seconds)
+            delay_seconds = min(2 * delay_seconds, MAX_RETRY_SECONDS)
+        else:
+            return  # by a signal

@@ -87,7 +87,7 @@ class FaultyProxy:
             request.method,
             self._upstream + request.path_qs,
             headers=headers,
-            data=await request.read(),
+            data=await request.read() or None,
             timeout=aiohttp.ClientTimeout(total=None),
         ) as upstream:
             kept = {"Content-Type": upstream.headers.get("Content-Type", "application/json")}
