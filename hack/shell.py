@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hack.console import StepError
@@ -18,11 +18,12 @@ def run(
     environment: Mapping[str, str] | None = None,
     stdin: str | None = None,
     timeout_seconds: float | None = None,
+    accepted_statuses: Collection[int] = (0,),
 ) -> str:
     """Run a program to its end and return its standard output.
 
-    With `log`, both output streams are appended to that file instead, and the return value is empty. A status other
-    than 0 raises StepError with the last lines that the program wrote.
+    With `log`, both output streams are appended to that file instead, and the return value is empty. A status that is
+    not accepted raises StepError with the last lines that the program wrote.
     """
     arguments = [str(part) for part in command]
     merged = None if environment is None else {**os.environ, **environment}
@@ -44,7 +45,7 @@ def run(
         raise StepError(f"{arguments[0]} is not installed", log=log) from error
     except subprocess.TimeoutExpired as error:
         raise StepError(f"{' '.join(arguments)} did not end within {timeout_seconds} s", log=log) from error
-    if done.returncode != 0:
+    if done.returncode not in accepted_statuses:
         tail = "\n".join(complaint.strip().splitlines()[-TAIL_LINES:])
         raise StepError(f"{' '.join(arguments)} ended with status {done.returncode}:\n{tail}", log=log)
     return output
