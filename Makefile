@@ -33,7 +33,7 @@ demo: $(SYNCED) ## the whole system on a real local cluster: pool, two vLLM serv
 demo-down: cluster-down ## give back everything that the demo and the cluster took from this machine
 
 # ---------------------------------------------------------------- tests
-.PHONY: test lint test-unit test-engine test-e2e test-gpu test-long bench docs
+.PHONY: test lint test-unit test-engine test-e2e test-gpu test-long bench docs generate
 test: lint test-unit test-engine test-e2e ## everything: lint, types, unit, property, real vLLM, real cluster
 
 lint: $(SYNCED) ## style, types, import contracts
@@ -61,6 +61,9 @@ test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version
 
 bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json
 	$(PYTHON) -m bench
+
+generate: $(SYNCED) ## write the CRDs from the API models, into crds/ and the chart
+	$(PYTHON) -m kvoffload.api.schema crds charts/kvoffload/crds
 
 docs: $(SYNCED) ## write what is generated from code, build the documentation into site/, check its links
 	$(PYTHON) -m hack.docs.dashboard
