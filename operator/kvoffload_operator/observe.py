@@ -259,7 +259,7 @@ class ClusterView:
     def _is_stale(self, kind: str, manifest: Manifest) -> bool:
         """Whether something newer of this object was seen: our own writes are, before their events come."""
         metadata = manifest["metadata"]
-        version, key = metadata.get("resourceVersion", ""), (kind, metadata["uid"])
+        version, key = metadata.get("resourceVersion", ""), (kind, metadata["name"])
         if not version.isdigit():
             return False
         if int(version) < self._versions.get(key, 0):
@@ -323,6 +323,7 @@ class ClusterView:
 
     def forget(self, kind: str, key: str) -> Dirty:
         """An object is gone. `kind` is a plural, `key` a name, for pods `<namespace>/<name>`."""
+        self._versions.pop((kind, key), None)
         match kind:
             case "kvoffloadpools":
                 self.pools.pop(key, None)

@@ -47,7 +47,8 @@ from kvoffload_operator.workqueue import WorkQueue
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 15.0
-POOL_WORKERS = 2
+POOL_WORKERS = 1
+"""One: two pools that overlap are planned one after the other, so that both cannot take the same pages."""
 POD_WORKERS = 4
 SETTLE_SECONDS = 1.0
 """A pool's changes of this long are one pass: a thousand nodes report in the same second."""

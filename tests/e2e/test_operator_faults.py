@@ -79,7 +79,9 @@ def test_every_third_request_fails_and_the_pool_still_becomes_ready_and_goes(
     assert set(proxy.answered) == set(STATUSES), "each of them was met"
 
 
-@pytest.mark.parametrize("status", STATUSES)
+@pytest.mark.parametrize(
+    "status", [410, *(pytest.param(one, marks=pytest.mark.long) for one in STATUSES if one != 410)]
+)
 def test_watches_that_are_refused_for_a_while_are_mended(
     control_plane: ControlPlane, proxy: FaultyProxy, status: int
 ) -> None:

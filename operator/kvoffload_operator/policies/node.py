@@ -44,6 +44,16 @@ class NodeFacts:
     now: datetime
     silence_seconds: float
 
+    @property
+    def daemon_runs(self) -> bool:
+        """Whether the pool's daemon runs there now."""
+        return (self.all_available and self.labelled) or (self.daemon_pod is not None and self.daemon_pod.is_running)
+
+    @property
+    def holds_capacity(self) -> bool:
+        """Whether a running daemon has reserved what is asked: then nothing can be too little any more."""
+        return self.daemon_runs and self.region is not None and self.region.status.capacity_bytes >= self.spec.capacity
+
 
 @dataclass(frozen=True, slots=True)
 class NodeViolation:
@@ -63,7 +73,7 @@ _BOOT = {PageSize.MI_2: "hugepagesz=2M hugepages={pages}", PageSize.GI_1: "hugep
 def is_short_of_pages(facts: NodeFacts) -> NodeViolation | None:
     """The node's allocatable pages, less those of other pools, do not hold the capacity."""
     spec, node = facts.spec, facts.node
-    if spec.fallback is Fallback.SHARED_MEMORY:
+    if spec.fallback is Fallback.SHARED_MEMORY or facts.holds_capacity:
         return None
     size = spec.page_size
     allocatable = node.allocatable_page_bytes[size]
@@ -102,7 +112,7 @@ def daemon_fails(facts: NodeFacts) -> NodeViolation | None:
 def daemon_is_pending(facts: NodeFacts) -> NodeViolation | None:
     """No daemon runs there yet."""
     pod = facts.daemon_pod
-    if (facts.all_available and facts.labelled) or (pod is not None and pod.is_running):
+    if facts.daemon_runs:
         return None
     found = "is not created yet" if pod is None else f"{pod.name} is pending: {pod.problem or 'it is being started'}"
     return NodeViolation(

@@ -93,14 +93,13 @@ def _node_ready(facts: NodeFacts, unfit: NodeViolation | None) -> Condition | No
 
 
 def _labels(facts: NodeFacts, pool: str, *, ready: bool, runs: bool, may_create: bool) -> dict[str, str | None]:
-    """Changes to the node's labels; a daemon that runs is not taken away when the node's pages look too few later."""
+    """Changes to the node's labels; a daemon that runs is not taken away while it runs."""
     have = facts.node.labels
     changes: dict[str, str | None] = {}
     daemon, usable = daemon_node_label(pool), ready_node_label(pool)
-    has_daemon = facts.daemon_pod is not None and facts.daemon_pod.is_running
     if may_create and runs and have.get(daemon) != DAEMON_NODE_LABEL_VALUE:
         changes[daemon] = DAEMON_NODE_LABEL_VALUE
-    elif may_create and not runs and daemon in have and not has_daemon:
+    elif may_create and not runs and daemon in have and not facts.daemon_runs:
         changes[daemon] = None
     active = facts.spec.mode is Mode.ACTIVE
     if ready and active and have.get(usable) != READY_NODE_LABEL_VALUE:

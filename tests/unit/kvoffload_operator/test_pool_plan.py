@@ -8,6 +8,8 @@ import pytest
 from kvoffload.api.conditions import Condition, PoolReason, find
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload_operator.observe import (
+    ClusterView,
+    Dirty,
     ObservedDaemonPod,
     ObservedDaemonSet,
     node_matches,
@@ -147,7 +149,8 @@ def test_a_node_short_of_pages_is_left_out_and_told_what_to_run() -> None:
         observe_node(node_manifest("a", labels=READY)),
         observe_node(node_manifest("b", pages="512Mi", labels=RUN)),
     )
-    plan = plan_pool(facts(nodes=nodes, regions={"a": serving("a")}), OPTIONS)
+    pods = {"a": ObservedDaemonPod("d", "a", True, NOW, "")}
+    plan = plan_pool(facts(nodes=nodes, regions={"a": serving("a")}, daemon_pods=pods), OPTIONS)
     (short,) = [node for node in plan.nodes if node.node == "b"]
     assert short.labels == {"daemon.kvoffload.io/main": None}
     assert short.node_ready is not None
@@ -355,3 +358,46 @@ def test_a_node_matches_where_it_has_all_labels() -> None:
     assert node_matches(node, {})
     assert node_matches(node, {"x": "1", "y": "2"})
     assert not node_matches(node, {"x": "1", "z": ""})
+
+
+def test_a_daemon_that_holds_its_pages_is_not_called_short_of_them_nor_taken_away() -> None:
+    nodes = tuple(observe_node(node_manifest(name, pages="0", labels=READY)) for name in ("a", "b"))
+    plan = plan_pool(facts(nodes=nodes), OPTIONS)
+    assert [node.state for node in plan.nodes] == ["ready", "ready"]
+    assert [dict(node.labels) for node in plan.nodes] == [{}, {}]
+
+
+def test_a_capacity_that_outgrows_a_node_is_said_and_takes_its_running_daemon_away_only_when_it_ends() -> None:
+    grown = pool_manifest(capacity="2Gi")
+    running = plan_pool(facts(grown), OPTIONS)
+    assert {node.state for node in running.nodes} == {"short_of_pages"}
+    assert all("daemon.kvoffload.io/main" not in node.labels for node in running.nodes)
+    ended = plan_pool(facts(grown, daemon_pods={}), OPTIONS)
+    assert all(node.labels["daemon.kvoffload.io/main"] is None for node in ended.nodes)
+
+
+def test_a_view_takes_no_older_state_for_a_newer_one() -> None:
+    view = ClusterView()
+    old = node_manifest("a", labels={"x": "1"})
+    new = {**node_manifest("a", labels={"x": "2"}), "status": old["status"]}
+    new["metadata"]["resourceVersion"] = "7"
+    view.update_node(new)
+    assert view.update_node(old) == Dirty()
+    assert view.nodes["a"].labels == {"x": "2"}
+    view.forget("nodes", "a")
+    view.update_node(old)
+    assert view.nodes["a"].labels == {"x": "1"}, "another object of that name may begin anew"
+
+
+def test_a_heartbeat_wakes_nobody_and_a_label_wakes_the_pools_that_it_concerns() -> None:
+    view = ClusterView()
+    view.update_pool(pool_manifest("main", nodeSelector={"gpu": "yes"}))
+    view.update_pool(pool_manifest("other", nodeSelector={"gpu": "no"}))
+    node = node_manifest("a", labels={"gpu": "yes"})
+    assert view.update_node(node).pools == {"main"}
+    heartbeat = {**node, "metadata": {**node["metadata"], "resourceVersion": "2"}}
+    assert view.update_node(heartbeat) == Dirty()
+    moved = node_manifest("a", labels={"gpu": "no"})
+    moved["metadata"]["resourceVersion"] = "3"
+    assert view.update_node(moved).pools == {"main", "other"}
+    assert view.forget("nodes", "a").pools == {"other"}
