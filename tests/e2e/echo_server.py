@@ -1,4 +1,4 @@
-"""The least that any webhook of aiohttp does: read a JSON body over TLS, answer a small one. `python echo_server.py PORT`.
+"""The least that a webhook of aiohttp does: read a JSON body over TLS, answer a small one. Takes a port.
 
 What latency is compared with on a machine that other tests share.
 """
