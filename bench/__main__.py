@@ -6,7 +6,7 @@ import platform
 import sys
 from pathlib import Path
 
-from bench import daemon
+from bench import daemon, engine
 from bench.rows import Row
 
 RESULTS = Path("build/bench/results.json")
@@ -14,7 +14,7 @@ RESULTS = Path("build/bench/results.json")
 
 def main() -> int:
     """Run and report; the exit status does not depend on targets, which the table and the file tell of."""
-    rows = daemon.run()
+    rows = daemon.run() + engine.run()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n")
     print(f"\n{os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}")

@@ -44,18 +44,20 @@ class Decision:
     reason: str
     message: str
     engine_id: str
+    model: str
 
     def remember(self) -> None:
         """For processes started from here on."""
         os.environ[DECISION_VARIABLE] = json.dumps(dataclasses.asdict(self))
 
 
-def remembered_decision() -> Decision | None:
-    """What another process of this engine decided, None if nothing (or nothing readable)."""
+def remembered_decision(model: str) -> Decision | None:
+    """What another process of this engine decided, None if nothing, nothing readable, or for another model."""
     try:
-        return Decision(**json.loads(os.environ[DECISION_VARIABLE]))
+        decision = Decision(**json.loads(os.environ[DECISION_VARIABLE]))
     except (KeyError, ValueError, TypeError):
         return None
+    return decision if decision.model == model else None
 
 
 def register() -> None:
@@ -87,12 +89,13 @@ def build_configuration(original: Callable[..., Any], engine_args: Any, *args: A
     """VLLM's configuration, with our connector if nothing speaks against it."""
     as_asked = copy.copy(engine_args)
     config = original(as_asked, *args, **kwargs)
-    decision = remembered_decision()
+    model = str(config.model_config.model)
+    decision = remembered_decision(model)
     if decision is None:
         try:
-            decision = decide(config)
+            decision = decide(config, model)
         except Exception as error:  # noqa: BLE001 - as in register
-            decision = Decision(False, "PluginError", f"{type(error).__name__}: {error}", "")
+            decision = Decision(False, "PluginError", f"{type(error).__name__}: {error}", "", model)
         decision.remember()
         if not decision.attach:
             leave_alone(decision.reason, decision.message, config)
@@ -101,13 +104,13 @@ def build_configuration(original: Callable[..., Any], engine_args: Any, *args: A
             return build_with_connector(original, engine_args, config, decision, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as in register
             message = f"with the connector vLLM says {type(error).__name__}: {error}"
-            Decision(False, "ConfigurationFailed", message, "").remember()
+            Decision(False, "ConfigurationFailed", message, "", model).remember()
             leave_alone("ConfigurationFailed", message, config)
     vars(engine_args).update(vars(as_asked))
     return config
 
 
-def decide(config: Any) -> Decision:
+def decide(config: Any, model: str) -> Decision:
     """Look at the configuration that the user asked for."""
     from kvoffload_engine import compat
     from kvoffload_engine.preflight import PreflightReason, first_obstacle, observe_engine
@@ -115,17 +118,17 @@ def decide(config: Any) -> Decision:
     try:
         compat.require_supported_version(compat.installed_version())
     except UnsupportedEngine as error:
-        return Decision(False, PreflightReason.UNSUPPORTED_VERSION.value, str(error), "")
+        return Decision(False, PreflightReason.UNSUPPORTED_VERSION.value, str(error), "", model)
     facts = observe_engine(config)
     obstacle = first_obstacle(facts)
     if obstacle is not None:
-        return Decision(False, obstacle.reason.value, obstacle.message, "")
+        return Decision(False, obstacle.reason.value, obstacle.message, "", model)
     try:
         compat.require_names()
     except UnsupportedEngine as error:
-        return Decision(False, PreflightReason.MISSING_NAME.value, str(error), "")
+        return Decision(False, PreflightReason.MISSING_NAME.value, str(error), "", model)
     note = "" if facts.prefix_caching else "vLLM's own prefix cache is off: every hit is the pool's"
-    return Decision(True, "", note, str(uuid.uuid4()))
+    return Decision(True, "", note, str(uuid.uuid4()), model)
 
 
 def build_with_connector(

@@ -17,10 +17,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolDaemon]:
         yield daemon
 
 
+CHECKSUMS = {"KVOFFLOAD_CHECKSUM": "full"}
+"""The engines with latent attention check every page, so that all their tests go that way too."""
+
+
 @pytest.fixture(scope="module")
 def mla_engine(pool: PoolDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The tiny DeepSeek, two ranks."""
-    with EngineProcess(tmp_path_factory.mktemp("mla"), model="tiny-deepseek", socket=pool.attach("pod-mla")) as engine:
+    with EngineProcess(
+        tmp_path_factory.mktemp("mla"),
+        model="tiny-deepseek",
+        socket=pool.attach("pod-mla"),
+        environment=CHECKSUMS,
+    ) as engine:
         yield engine
 
 

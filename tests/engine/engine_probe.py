@@ -55,8 +55,19 @@ class Probe:
         self.kvo_stored, self.kvo_loaded = [], []
         return taken
 
+    def probe_update_weights(self, factor: float) -> None:
+        """Change the weights in place, as a trainer would; vLLM's engine core sees only the name of this call."""
+        import torch
+
+        with torch.no_grad():
+            for name, parameter in self.model_runner.model.named_parameters():
+                if "o_proj" in name:
+                    parameter.mul_(factor)
+
     def probe_flip_byte(self, offset: int) -> None:
-        """Change one byte of the region behind everybody's back."""
+        """Change one byte of the region behind everybody's back; once, whatever the number of ranks."""
+        if self.rank != 0:
+            return
         address = self.kvo_worker._mapping.address + offset
         ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ 0xFF, 1)
 

@@ -304,6 +304,33 @@ def private_keys_are_seen_by_nobody_else(socket_path: str) -> None:
 
 
 @check
+def until_every_rank_is_attached_everything_is_a_miss_and_nothing_is_stored(socket_path: str) -> None:
+    engine = ToyEngine(socket_path)
+    try:
+        keys = keys_of(450)
+        engine.store("s", keys, [0])
+        wait_until(lambda: engine.is_hit(keys))
+        engine.workers[1]._connector.close()
+        wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is None)
+        assert not engine.is_hit(keys)
+        assert engine.store("t", keys_of(451), [1]) == []
+    finally:
+        engine.close()
+
+
+@check
+def reports_of_two_workers_are_one(socket_path: str) -> None:
+    from kvoffload_engine.connector import KVOffloadWorkerMetadata
+
+    one = KVOffloadWorkerMetadata(completed_jobs={1: 1, 2: 1}, failed_loads={"a": False, "b": True})
+    other = KVOffloadWorkerMetadata(completed_jobs={2: 1}, failed_loads={"a": True}, pageable=True)
+    merged = one.aggregate(other)
+    assert merged.completed_jobs == {1: 1, 2: 2}
+    assert merged.failed_loads == {"a": True, "b": True}
+    assert merged.pageable
+
+
+@check
 def a_load_that_cannot_be_done_fails_and_its_keys_are_a_miss_from_then_on(socket_path: str) -> None:
     engine = ToyEngine(socket_path)
     try:

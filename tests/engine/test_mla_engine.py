@@ -75,6 +75,22 @@ def test_a_failed_load_is_recomputed_once_and_not_tried_again(mla_engine: Engine
     assert again.cached == [0]
 
 
+def test_a_byte_flipped_in_the_region_is_never_served_and_the_slot_is_dropped(
+    mla_engine: EngineProcess, pool: PoolDaemon
+) -> None:
+    prompt = make_prompt(650)
+    mla_engine.rpc("probe_take")
+    cold = mla_engine.generate_cold([prompt])
+    offsets = [offset for one in mla_engine.rpc("probe_take") for offset, _, _ in one["stored"]]
+    ready = pool.metrics()['kvoffload_slots{state="ready"}']
+    mla_engine.do("rpc", method="probe_flip_byte", args=[min(offsets) + 17])
+    failed_before = len(mla_engine.lines("does not have the checksum"))
+    again = mla_engine.generate_cold([prompt])
+    assert len(mla_engine.lines("does not have the checksum")) > failed_before
+    assert (again.tokens, again.logprobs) == (cold.tokens, cold.logprobs)
+    assert eventually(lambda: pool.metrics()['kvoffload_slots{state="ready"}'] < ready)
+
+
 def test_aborted_requests_leave_no_lease_and_no_exception(mla_engine: EngineProcess, pool: PoolDaemon) -> None:
     prompts = [make_prompt(70 + index) for index in range(6)]
     mla_engine.generate_cold(prompts)
@@ -103,6 +119,19 @@ def test_a_cache_reset_with_connector_forgets_what_was_stored(mla_engine: Engine
     mla_engine.reset_prefix_cache(connector=True)
     assert mla_engine.generate([prompt]).cached == [0]
     assert mla_engine.generate_cold([prompt]).cached[0] >= 256
+
+
+def test_weights_updated_in_place_are_never_mixed_with_chunks_of_before(mla_engine: EngineProcess) -> None:
+    prompt = make_prompt(660)
+    mla_engine.generate_cold([prompt])
+    assert mla_engine.generate_cold([prompt]).cached[0] >= 256
+    mla_engine.rpc("probe_update_weights", 1.25)
+    changed = mla_engine.generate_cold([prompt])
+    assert changed.cached == [0]
+    warm = mla_engine.generate_cold([prompt])
+    assert warm.cached[0] >= 256
+    mla_engine.rpc("probe_update_weights", 0.8)
+    assert mla_engine.generate_cold([prompt]).cached == [0]
 
 
 def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(

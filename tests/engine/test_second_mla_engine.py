@@ -9,6 +9,7 @@ from pool_daemon import PoolDaemon
 
 pytestmark = pytest.mark.engine
 SHARED_PROMPT = make_prompt(7000)
+CHECKSUMS = {"KVOFFLOAD_CHECKSUM": "full"}  # as `mla_engine` has it: whoever checks pages has other slots
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,10 @@ def warm_of_first_engine(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """What an engine of another pod answers from what it stored itself; that engine has ended when this returns."""
     with EngineProcess(
-        tmp_path_factory.mktemp("first"), model="tiny-deepseek", socket=pool.attach("pod-first")
+        tmp_path_factory.mktemp("first"),
+        model="tiny-deepseek",
+        socket=pool.attach("pod-first"),
+        environment=CHECKSUMS,
     ) as engine:
         engine.generate_cold([SHARED_PROMPT])
         warm = engine.generate_cold([SHARED_PROMPT])

@@ -64,3 +64,25 @@ def test_a_whole_engine_of_an_older_version_loads_what_it_stored(
         assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
     assert failed.tokens == cold.tokens
     assert control.tokens != computed.tokens
+
+
+@pytest.mark.long
+def test_ranks_that_hold_the_same_head_keep_one_copy(pool: PoolDaemon, tmp_path: Path) -> None:
+    """One KV head on two ranks; the weights do not matter for where bytes go."""
+    with EngineProcess(
+        tmp_path,
+        model="tiny-llama",
+        socket=pool.attach("pod-heads"),
+        load_format="dummy",
+        hf_overrides={"num_key_value_heads": 1},
+    ) as engine:
+        engine.rpc("probe_take")
+        engine.generate_cold([make_prompt(1)])
+        assert engine.generate_cold([make_prompt(1)]).cached[0] >= 256
+        records = engine.rpc("probe_take")
+        assert engine.lines("shared-heads (SharedHeads)")
+    written = [offset for one in records for offset, _, _ in one["stored"]]
+    assert len(written) == len(set(written)) > 0
+    stored = {offset: digest for one in records for offset, _, digest in one["stored"]}
+    for one in records:
+        assert {offset: digest for offset, _, digest in one["loaded"]}.items() <= stored.items()

@@ -92,10 +92,19 @@ def test_processes_that_come_later_take_the_same_decision_and_engine_id(stub: ty
 
 
 def test_a_remembered_refusal_holds_for_later_processes(stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = {"attach": False, "reason": "X", "message": "", "engine_id": ""}
+    refusal = {"attach": False, "reason": "X", "message": "", "engine_id": "", "model": "stub"}
     monkeypatch.setenv(plugin.DECISION_VARIABLE, json.dumps(refusal))
     plugin.register()
     assert stub().create_engine_config().kv_transfer_config is None
+
+
+def test_another_model_of_the_same_process_gets_a_decision_of_its_own(
+    stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = {"attach": False, "reason": "X", "message": "", "engine_id": "", "model": "an encoder"}
+    monkeypatch.setenv(plugin.DECISION_VARIABLE, json.dumps(refusal))
+    plugin.register()
+    assert stub().create_engine_config().kv_transfer_config is not None
 
 
 def one_line(records: list[logging.LogRecord]) -> str:
