@@ -95,10 +95,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 
 async def client(plane: ControlPlane) -> KubeClient:
-    import os
-
-    os.environ["KUBECONFIG"] = str(plane.kubeconfig)
-    return await KubeClient.connect(user_agent="scale-test", connections=16)
+    return await KubeClient.connect(user_agent="scale-test", kubeconfig=str(plane.kubeconfig), connections=16)
 
 
 async def add_nodes(plane: ControlPlane) -> None:

@@ -51,6 +51,7 @@ MLA_ARCHITECTURES: dict[str, Attention] = {
     "LongcatFlashNgramForCausalLM": Attention.MLA,
     "MistralLarge3ForCausalLM": Attention.MLA,
     "PanguUltraMoEForCausalLM": Attention.MLA,
+    "UnlimitedOCRForCausalLM": Attention.DEPENDS,
 }
 """Architectures with MLA; the other registered ones divide heads."""
 
@@ -89,7 +90,7 @@ HEAD_ARCHITECTURES = frozenset(
         "Cohere2ForCausalLM",
         "FalconForCausalLM",
         "BloomForCausalLM",
-        "StarCoder2ForCausalLM",
+        "Starcoder2ForCausalLM",
         "HunYuanMoEV1ForCausalLM",
         "SeedOssForCausalLM",
         "Ernie4_5ForCausalLM",
