@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import resource
 import signal
 import sys
 import time
@@ -20,6 +21,9 @@ def main() -> int:
     parser.add_argument("command", choices=["daemon", "attacher"])
     command = parser.parse_args().command
     settings = NodeSettings()  # type: ignore[call-arg]  # its fields come from the environment
+    # Many container runtimes start with a soft limit of 1,024, fewer than 64 engines of eight ranks and pods need.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         if command == "daemon":

@@ -1,0 +1,73 @@
+"""The region's status as the daemon builds it, and namespace selectors as the attacher reads them."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from kvoffload.api.conditions import Condition
+from kvoffload.api.pool import LabelSelector
+from kvoffload_node.attach.pods import selects
+from kvoffload_node.region.figures import Figures
+from kvoffload_node.status import Finding, build_status
+
+NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+FIGURES = Figures(
+    capacity_bytes=100,
+    allocated_bytes=60,
+    used_by_tenant={"a": 20, "b": 10},
+    free_bytes=70,
+    saved_bytes=90,
+    waste_bytes=0,
+    slots={},
+    evicted_bytes={},
+)
+
+
+def test_used_bytes_are_those_of_all_tenants() -> None:
+    status = build_status(previous=[], generation=3, figures=FIGURES, findings=[], engines=[], epoch=2, now=NOW)
+    assert (status.capacity_bytes, status.used_bytes, status.free_bytes, status.saved_bytes) == (100, 30, 70, 90)
+    assert (status.epoch, status.observed_generation) == (2, 3)
+
+
+def build_ready(previous: list[Condition], *, holds: bool, now: datetime) -> Condition:
+    finding = Finding("Ready", holds, "Serving" if holds else "Draining", "words")
+    status = build_status(
+        previous=previous, generation=1, figures=None, findings=[finding], engines=[], epoch=1, now=now
+    )
+    return status.conditions[0]
+
+
+def test_a_transition_time_moves_with_the_status_only() -> None:
+    first = build_ready([], holds=True, now=NOW)
+    again = build_ready([first], holds=True, now=NOW + timedelta(minutes=1))
+    changed = build_ready([again], holds=False, now=NOW + timedelta(minutes=2))
+    assert again.last_transition_time == NOW
+    assert changed.last_transition_time == NOW + timedelta(minutes=2)
+
+
+def test_conditions_of_others_are_not_written() -> None:
+    other = Condition(type="NodeReady", status="True", reason="DaemonRunning", message="", last_transition_time=NOW)
+    finding = Finding("Ready", True, "Serving", "")
+    status = build_status(
+        previous=[other], generation=1, figures=None, findings=[finding], engines=[], epoch=1, now=NOW
+    )
+    assert [condition.type for condition in status.conditions] == ["Ready"]
+
+
+@pytest.mark.parametrize(
+    ("selector", "taken"),
+    [
+        ({}, True),
+        ({"matchLabels": {"team": "ml"}}, True),
+        ({"matchLabels": {"team": "web"}}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "In", "values": ["ml", "x"]}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "NotIn", "values": ["ml"]}]}, False),
+        ({"matchExpressions": [{"key": "absent", "operator": "NotIn", "values": ["ml"]}]}, True),
+        ({"matchExpressions": [{"key": "absent", "operator": "In", "values": ["ml"]}]}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "Exists"}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "DoesNotExist"}]}, False),
+        ({"matchLabels": {"team": "ml"}, "matchExpressions": [{"key": "x", "operator": "Exists"}]}, False),
+    ],
+)
+def test_a_selector_takes_what_kubernetes_would_take(selector: dict[str, object], taken: bool) -> None:
+    assert selects(LabelSelector.model_validate(selector), {"team": "ml"}) is taken
