@@ -115,7 +115,7 @@ class ByteEngine:
         for rank, worker in enumerate(self.workers):
             if epoch:
                 writes = [offset for offset, (_, left, _) in self.held.writes.items() if rank in left]
-                worker.send(Reassert(epoch, b"", pack(writes)))
+                worker.send(Reassert(epoch, pack(list(self.held.pins)), pack(writes)))
             worker.send(Mapped())
         if epoch:
             self.scheduler.send(Reassert(epoch, pack(list(self.held.pins)), pack(list(self.held.writes))))

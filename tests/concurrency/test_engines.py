@@ -316,3 +316,22 @@ def attached_without_room(path: Path, engine_id: str) -> Iterator[ByteEngine]:
     engine.connect()
     yield engine
     engine.close()
+
+
+def test_an_engine_whose_connections_break_takes_over_what_it_held(daemon: DaemonProcess) -> None:
+    with attached(daemon.attach("pod"), "engine") as engine:
+        keys = [key_of(number) for number in range(8)]
+        engine.store(keys)
+        lookup_until_hit(engine, keys)
+        unfinished = engine.begin_store([key_of(100 + number) for number in range(4)])
+        credits = engine.reserve(4)
+        engine.connect()
+        figures = metrics(daemon)
+        assert figures['kvoffload_slots{state="leased"}'] == 8
+        assert figures['kvoffload_slots{state="writing"}'] == len(unfinished), f"{len(credits)} credits are still kept"
+        for rank in range(2):
+            engine.write(rank, unfinished)
+            engine.end_write(rank, unfinished)
+        lookup_until_hit(engine, [key_of(100 + number) for number in range(len(unfinished))])
+        engine.check_held()
+        wait_until(lambda: len(list((daemon.state / "attachments").glob("*.json"))) == 3)

@@ -70,8 +70,13 @@ class Recovery:
         return [engine for engine in engines.values() if engine.num_writes and len(engine.workers) < engine.world_size]
 
     def reassert(self, session: Session, epoch: int, pins: Sequence[int], writes: Sequence[int]) -> None:
-        """A process says what of before it still reads and writes; the rest is given up. Raises ProtocolError."""
+        """A process says what of before it still reads and writes; the rest is given up. Raises ProtocolError.
+
+        Leases are the scheduler's: what a rank reads is leased by it, and a rank has no way to give a lease back.
+        """
         engine, index = session.engine, session.engine.tenant.index
+        if session.rank != SCHEDULER:
+            pins = ()
         if epoch == self._region.epoch:
             unknown = [offset for offset in pins if offset not in session.holder]
         else:
@@ -85,7 +90,7 @@ class Recovery:
         index.release(old)
         session.recovered = False
         session.claims = set(writes)
-        if session.rank == SCHEDULER and epoch == self._region.epoch:
+        if session.rank == SCHEDULER:
             index.fail(engine, SCHEDULER, [o for o in index.unassigned(engine) if o not in session.claims])
         self.settle(engine)
 
