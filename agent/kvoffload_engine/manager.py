@@ -34,9 +34,9 @@ from kvoffload_engine.log import logger
 from kvoffload_engine.slots import RegionSlots, SlotRow
 
 MAX_RETRIES = 2
-RETRY_SECONDS = 0.05
-"""A request is deferred at least so long before its look-up is a miss. An idle engine makes its two further steps in
-milliseconds, just when waiting costs nobody anything."""
+RETRY_STEPS = 25
+"""A request is deferred for so many deadlines at least (50 ms) before its look-up is a miss. An idle engine makes its
+two further steps in milliseconds, just when waiting costs nobody anything."""
 MAX_BARRED_KEYS = 65536
 SHARED, PRIVATE = 0, 1
 NO_ROW = SlotRow(1, (0,) * MAX_RANKS, (1,) * MAX_RANKS, (0,) * MAX_RANKS)
@@ -71,6 +71,7 @@ class KVOffloadManager(OffloadingManager):
 
     def __init__(self, *, step_seconds: float = DEFAULT_STEP_SECONDS) -> None:
         self.link = DaemonLink(step_seconds=step_seconds, holdings=self._holdings)
+        self._retry_seconds = RETRY_STEPS * step_seconds
         self.pageable = False
         """Whether a rank's device refused to register pages: then no rank uses registration."""
         self._requests: dict[str, RequestState] = {}
@@ -111,7 +112,7 @@ class KVOffloadManager(OffloadingManager):
             return
         if answer.is_complete:
             request.stored = answer.hits
-        elif request.retries >= MAX_RETRIES and time.monotonic() - request.asked_at >= RETRY_SECONDS:
+        elif request.retries >= MAX_RETRIES and time.monotonic() - request.asked_at >= self._retry_seconds:
             self.link.abandon(answer)
             request.answer = None
 

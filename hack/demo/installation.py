@@ -22,6 +22,9 @@ def install_chart(kubernetes: Kubernetes, images: BuiltImages, *values: str) -> 
         f"image.node.tag={images.tag}",
         "image.pullPolicy=Never",
         f"kubeletRootDir={kubernetes.settings.kubelet_root}",
+        # two cores for a control plane, two engines with spinning ranks and the daemon that they ask
+        "engine.stepDeadlineSeconds=0.02",
+        "node.resources.requests.cpu=500m",
         *values,
     ]
     sets = [argument for value in chosen for argument in ("--set", value)]

@@ -160,7 +160,7 @@ def run_plain(bench: Bench, prometheus: Prometheus) -> Figures:
 
 
 def run(
-    settings: ClusterSettings, *, while_shared: Callable[[Bench, SharedRun], None] = lambda _bench, _shared: None
+    settings: ClusterSettings, *, while_shared: Callable[[Bench, Prometheus], None] = lambda _bench, _prometheus: None
 ) -> tuple[Summary, SharedRun]:
     """All of it; `while_shared` is called while both servers run. Returns the summary and the answers behind it."""
     bench = prepare(settings)
@@ -171,7 +171,7 @@ def run(
     free_before = machine.read_hugepages("free")
     with running_prometheus(bench.kubernetes, OUTPUT / "prometheus") as prometheus:
         shared = run_shared(bench, prometheus)
-        while_shared(bench, shared)
+        while_shared(bench, prometheus)
         plain = run_plain(bench, prometheus)
     with step("Removing the servers and the pool"):
         clean(bench)

@@ -70,7 +70,11 @@ async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
             first.cancel()
             return 0
         context = first.result()
-        server = AdmissionServer(kube, operator_namespace=settings.namespace)
+        server = AdmissionServer(
+            kube,
+            operator_namespace=settings.namespace,
+            step_deadline_seconds=settings.engine_step_deadline_seconds,
+        )
         runners.append(await _serve(server.build_app(), settings.webhook_port, context))
         serving = True
         logger.info("serving admission on port %d", settings.webhook_port)

@@ -50,11 +50,11 @@ class Settings(BaseSettings):
     )
 
     metrics_port: Port = Field(default=9422, description="Port of /metrics, /healthz and /readyz.")
-    lease_seconds: Seconds = Field(default=10.0, description="A lease not renewed for this long may be taken over.")
+    lease_seconds: Seconds = Field(default=12.0, description="A lease not renewed for this long may be taken over.")
     renew_deadline_seconds: Seconds = Field(
-        default=7.0, description="A leader that could not renew for this long stops writing and exits."
+        default=10.0, description="A leader that could not renew for this long stops writing and exits."
     )
-    lease_retry_seconds: Seconds = Field(default=1.5, description="Pause between attempts to take or renew the lease.")
+    lease_retry_seconds: Seconds = Field(default=1.0, description="Pause between attempts to take or renew the lease.")
     resync_seconds: Seconds = Field(default=300.0, description="How often everything is listed anew.")
     daemon_silence_seconds: Seconds = Field(
         default=90.0, description="A node whose region is not Ready this long after its daemon started is NotReporting."
@@ -78,6 +78,11 @@ class Settings(BaseSettings):
     )
     certificate_secret: str = Field(default="kvoffload-webhook-tls", description="Secret with the serving certificate.")
     certificate_dir: str = Field(default="/tls", description="Where that Secret is mounted in the webhook's pods.")
+    engine_step_deadline_seconds: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="How long a scheduler's step may wait for the node daemon, injected into pods that do not say it "
+        "themselves; absent: the engine's own 2 ms.",
+    )
     certificate_days: Annotated[int, Field(ge=1, le=3650)] = Field(
         default=90, description="Days that a self-made certificate is valid; it is renewed after two thirds."
     )

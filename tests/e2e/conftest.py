@@ -11,6 +11,7 @@ from hack.cluster.settings import ClusterSettings
 from hack.demo import run as demo
 from hack.demo.installation import install_chart
 from hack.demo.kubernetes import Kubernetes
+from hack.demo.prometheus import Prometheus
 from hack.demo.run import Bench, SharedRun
 from hack.demo.servers import find_server
 from hack.demo.summary import Summary
@@ -58,13 +59,12 @@ def demo_result(release: Bench) -> DemoResult:
     cached: list[int] = []
     tools: list[ToolOutputs | Exception] = []
 
-    def zero_and_ask(bench: Bench, shared: SharedRun) -> None:
+    def zero_and_ask(bench: Bench, prometheus: Prometheus) -> None:
         pods = [find_server(bench.kubernetes, name=name).pod["metadata"] for name in ("vllm-a", "vllm-b")]
         try:
-            tools.append(use_tools(bench.kubernetes, [f"{pod['namespace']}/{pod['name']}" for pod in pods]))
+            tools.append(use_tools(bench.kubernetes, prometheus, [f"{pod['namespace']}/{pod['name']}" for pod in pods]))
         except Exception as error:  # noqa: BLE001 - the tests of the tools raise it; the demo's go on
             tools.append(error)
-        del shared
         zero_region_pages(demo.POOL)
         for answer in demo.ask(find_server(bench.kubernetes, name="vllm-b"), demo.demo_prompts()):
             zeroed_b.append(answer.text_tokens)

@@ -53,7 +53,7 @@ def run_plugin(kubernetes: Kubernetes, *arguments: str, program: str = "") -> Do
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def use_tools(kubernetes: Kubernetes, pods: list[str]) -> ToolOutputs:
+def use_tools(kubernetes: Kubernetes, prometheus: Prometheus, pods: list[str]) -> ToolOutputs:
     """Run everything; `pods` are the servers' pods as NAMESPACE/NAME."""
     commands = {
         "status": ["status"],
@@ -65,8 +65,6 @@ def use_tools(kubernetes: Kubernetes, pods: list[str]) -> ToolOutputs:
         "explain": ["explain", "pod", pods[0]],
     }
     plugin = {name: run_plugin(kubernetes, *arguments) for name, arguments in commands.items()}
-    folder = OUTPUT / "prometheus"
-    prometheus = Prometheus(kubernetes, targets=folder / "targets.json", log=folder / "prometheus.log")
     prometheus.wait_scraped()
     queries = [(title, query, prometheus.query(query)) for title, query in dashboard_queries()]
     picture = OUTPUT / "dashboard.png"

@@ -17,6 +17,7 @@ from kvoffload.api.keys import (
     ENV_PYTHONPATH,
     ENV_REPLICATED_LAYOUT,
     ENV_SOCKET,
+    ENV_STEP_DEADLINE,
     ENV_VLLM_PLUGINS,
     ENV_WEIGHTS_ID,
     IMAGE_PYTHONPATH_ANNOTATION,
@@ -58,6 +59,8 @@ class PoolFacts:
     namespace: str
     namespace_labels: Mapping[str, str]
     operator_namespace: str
+    step_deadline_seconds: float | None = None
+    """How long a scheduler's step may wait for the daemon; None: as the engine has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
     patch = _Patch()
     _add_volume(patch, pod)
     _add_mount(patch, container, chosen)
-    _add_environment(patch, container, chosen, annotations, facts.name, prediction)
+    _add_environment(patch, container, chosen, annotations, facts, prediction)
     _add_affinity(patch, pod, facts.name, facts.spec.attachment)
     if not patch.operations:
         return Outcome((), prediction=prediction)
@@ -240,7 +243,7 @@ def _add_environment(
     container: Manifest,
     index: int,
     annotations: Mapping[str, str],
-    pool: str,
+    facts: PoolFacts,
     prediction: Prediction,
 ) -> None:
     present: Sequence[Manifest] = container.get("env") or ()
@@ -253,11 +256,13 @@ def _add_environment(
     absent = {
         ENV_PYTHONHASHSEED: "0",
         ENV_SOCKET: SOCKET_PATH,
-        ENV_POOL: pool,
+        ENV_POOL: facts.name,
         ENV_REPLICATED_LAYOUT: str(prediction.layout),
     }
     if annotations.get(WEIGHTS_ID_ANNOTATION):
         absent[ENV_WEIGHTS_ID] = annotations[WEIGHTS_ID_ANNOTATION]
+    if facts.step_deadline_seconds is not None:
+        absent[ENV_STEP_DEADLINE] = str(facts.step_deadline_seconds)
     added: list[Manifest] = []
     # in place from the end, so that indices stay right while a kept copy is put before its variable
     for name, variables in sorted(changes, key=lambda change: -names.index(change[0]) if change[0] in names else 1):

@@ -72,9 +72,12 @@ class ObjectCache:
 class AdmissionServer:
     """Routes and their state."""
 
-    def __init__(self, kube: KubeClient, *, operator_namespace: str) -> None:
+    def __init__(
+        self, kube: KubeClient, *, operator_namespace: str, step_deadline_seconds: float | None = None
+    ) -> None:
         self._pools, self._namespaces = ObjectCache(kube, POOLS), ObjectCache(kube, NAMESPACES)
         self._operator_namespace = operator_namespace
+        self._step_deadline_seconds = step_deadline_seconds
         self.is_draining = False
         """This replica is about to end: every answer closes its connection, so that callers turn to another replica."""
 
@@ -150,6 +153,7 @@ class AdmissionServer:
             namespace=request["namespace"],
             namespace_labels=labels,
             operator_namespace=self._operator_namespace,
+            step_deadline_seconds=self._step_deadline_seconds,
         )
         return inject(pod, facts)
 

@@ -1,6 +1,7 @@
 """What the webhook does with a pod (cases 5, 23 to 25); each patch is applied and looked at."""
 
 import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -304,3 +305,12 @@ def test_the_pool_s_veto_reaches_the_engine() -> None:
 def test_the_patch_is_as_pinned(name: str, pod: dict[str, Any]) -> None:
     operations = inject(pod, facts()).operations
     assert_golden(json.dumps(operations, indent=1) + "\n", f"operator/patch-{name}.json")
+
+
+def test_the_administrators_step_deadline_is_injected_where_the_user_set_none() -> None:
+    given = dataclasses.replace(facts(), step_deadline_seconds=0.02)
+    assert env_of(injected(pod_manifest(command=DEEPSEEK), given))["KVOFFLOAD_STEP_DEADLINE_SECONDS"] == "0.02"
+    own = [{"name": "KVOFFLOAD_STEP_DEADLINE_SECONDS", "value": "0.5"}]
+    pod = injected(pod_manifest(command=DEEPSEEK, container={"env": own}), given)
+    assert env_of(pod)["KVOFFLOAD_STEP_DEADLINE_SECONDS"] == "0.5"
+    assert "KVOFFLOAD_STEP_DEADLINE_SECONDS" not in env_of(injected(pod_manifest(command=DEEPSEEK)))
