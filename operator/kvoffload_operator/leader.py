@@ -10,8 +10,9 @@ that also a leader that was stopped (SIGSTOP) or cut off and comes back finds it
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -142,3 +143,87 @@ class Election:
         transitions = before.get("leaseTransitions", 0) + 1
         lease["spec"] = {**before, **spec, "acquireTime": stamp, "leaseTransitions": transitions}
         return await self._kube.replace(LEASES, lease, self._namespace)
+
+
+class LeaseKeeper:
+    """Runs an election in a thread with an event loop of its own.
+
+    Reconciling a thousand nodes keeps the process's loop busy for longer than a renewal may wait.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Awaitable[KubeClient]], make_election: Callable[[KubeClient], Election]
+    ) -> None:
+        self._connect, self._make_election = connect, make_election
+        self._election: Election | None = None
+        self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._acquired, self._ended = asyncio.Event(), asyncio.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process may write now."""
+        return self._election is not None and self._election.is_leader
+
+    def check(self) -> None:
+        """Raise `NotLeader` where this process may not write."""
+        if self._election is None:
+            raise NotLeader("no election is held yet: not writing")
+        self._election.check()
+
+    async def acquire(self) -> None:
+        """Wait until this process is the leader.
+
+        Raises:
+            NotLeader: the election ended before, for example because there is no way to the API server's address.
+        """
+        caller = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(caller,), name="lease", daemon=True)
+        self._thread.start()
+        waits = [asyncio.create_task(event.wait()) for event in (self._acquired, self._ended)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if not self._acquired.is_set():
+            raise NotLeader(f"the election ended: {self._failure or 'told to stop'}") from self._failure
+
+    async def hold(self) -> None:
+        """Wait until the lease is lost."""
+        await self._ended.wait()
+
+    async def release(self) -> None:
+        """Give the lease back and end the thread."""
+        if self._own_loop is not None and self._stop is not None and not self._ended.is_set():
+            self._own_loop.call_soon_threadsafe(self._stop.set)
+            await self._ended.wait()
+
+    def _run(self, caller: asyncio.AbstractEventLoop) -> None:
+        try:
+            asyncio.run(self._main(caller))
+        except Exception as error:  # noqa: BLE001 -- the thread's boundary: told to the caller, who ends the process
+            self._failure = error
+            logger.error("election ended: %s", error)
+        finally:
+            caller.call_soon_threadsafe(self._ended.set)
+
+    async def _main(self, caller: asyncio.AbstractEventLoop) -> None:
+        self._own_loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        kube = await self._connect()
+        try:
+            election = self._election = self._make_election(kube)
+            campaign = asyncio.create_task(self._campaign(election, caller))
+            stopped = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({campaign, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (campaign, stopped):
+                task.cancel()
+            await asyncio.gather(campaign, stopped, return_exceptions=True)
+            await election.release()
+        finally:
+            await kube.close()
+
+    async def _campaign(self, election: Election, caller: asyncio.AbstractEventLoop) -> None:
+        await election.acquire()
+        caller.call_soon_threadsafe(self._acquired.set)
+        await election.hold()

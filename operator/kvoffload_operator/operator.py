@@ -35,7 +35,7 @@ from kvoffload_operator.kube import (
     KubeClient,
     Resource,
 )
-from kvoffload_operator.leader import Election, LeaseTimes, NotLeader
+from kvoffload_operator.leader import Election, LeaseKeeper, LeaseTimes, NotLeader
 from kvoffload_operator.observe import ClusterView, Dirty
 from kvoffload_operator.reconcilers.pod import PodReconciler
 from kvoffload_operator.reconcilers.pool import PoolReconciler
@@ -65,7 +65,7 @@ class Key:
 class Operator:
     """One replica."""
 
-    def __init__(self, settings: Settings, kube: KubeClient, election: Election) -> None:
+    def __init__(self, settings: Settings, kube: KubeClient, election: LeaseKeeper) -> None:
         self._settings, self._kube, self._election = settings, kube, election
         self._view = ClusterView()
         self._pools: WorkQueue[Key] = WorkQueue()
@@ -80,10 +80,10 @@ class Operator:
 
     async def run(self) -> None:
         """Be a candidate, then the leader; returns when the lease is lost."""
-        await self._election.acquire()
-        metrics.is_leader.set(1)
         stop, watching = asyncio.Event(), asyncio.Event()
         try:
+            await self._election.acquire()
+            metrics.is_leader.set(1)
             options = await self._daemonset_options()
             await self._apply_crds()
             recorder = EventRecorder(self._kube, instance=self._settings.pod_name)
@@ -269,25 +269,30 @@ async def run_operator(settings: Settings) -> int:
     """Run one replica until its lease is lost; the exit status."""
     agent = f"kvoffload-operator/{settings.pod_name}"
     kube = await KubeClient.connect(user_agent=agent)
-    # renewing must not wait behind a thousand writes, nor longer than one retry
-    lease_kube = await KubeClient.connect(
-        user_agent=agent, timeout_seconds=settings.lease_retry_seconds, attempts=1, connections=2
+    times = LeaseTimes(
+        lease=settings.lease_seconds,
+        renew_deadline=settings.renew_deadline_seconds,
+        retry=settings.lease_retry_seconds,
     )
-    election = Election(
-        lease_kube,
-        name=f"{settings.release}-operator",
-        namespace=settings.namespace,
-        identity=settings.pod_name,
-        times=LeaseTimes(
-            lease=settings.lease_seconds,
-            renew_deadline=settings.renew_deadline_seconds,
-            retry=settings.lease_retry_seconds,
-        ),
-    )
+
+    async def connect() -> KubeClient:
+        # renewing must not wait behind a thousand writes
+        return await KubeClient.connect(
+            user_agent=agent, timeout_seconds=settings.renew_deadline_seconds / 3, attempts=1, connections=2
+        )
+
+    def make_election(lease_kube: KubeClient) -> Election:
+        return Election(
+            lease_kube,
+            name=f"{settings.release}-operator",
+            namespace=settings.namespace,
+            identity=settings.pod_name,
+            times=times,
+        )
+
     try:
-        await Operator(settings, kube, election).run()
+        await Operator(settings, kube, LeaseKeeper(connect, make_election)).run()
     finally:
         with contextlib.suppress(KVOffloadError):
             await kube.close()
-            await lease_kube.close()
     return 1
