@@ -334,6 +334,7 @@ class IndexMachine(RuleBasedStateMachine):
             for offset in engine.holder:
                 leased[offset] = leased.get(offset, 0) + 1
         assert leased == {offset: slot.holders for offset, slot in index.ready.items() if slot.holders}
+        assert index.num_leased == len(leased)
         evictable = {o for slab in index.slabs.values() for lru in slab.evictable.values() for o in lru}
         assert {o for o in index.ready if o not in leased} <= evictable <= set(index.ready) - index.orphans
         for namespace in index.namespaces.values():

@@ -56,27 +56,25 @@ class ColdExtents:
     def coldest(self, *, before: int, account: Account | None) -> Extent | None:
         """The coldest extent last used before tick `before` that is not busy and that `account` may evict.
 
-        No account: the pool itself, which nobody's guarantee holds up.
+        One that is busy, or guaranteed to somebody, counts as used now: else it would be looked at for every slot that
+        is evicted. No account: the pool itself, which nobody's guarantee holds up.
         """
-        heap, extents = self._heap, self._index.extents
-        set_aside = []
-        found = None
+        heap, index = self._heap, self._index
         while heap and heap[0][0] < before:
             tick, position = heap[0]
-            extent = extents.get(position)
+            extent = index.extents.get(position)
             if extent is None:
                 heapq.heappop(heap)
                 self._positions.discard(position)
-            elif extent.last_used != tick:
-                heapq.heapreplace(heap, (extent.last_used, position))
-            elif self._index.is_busy(extent) or not (account is None or self._may_evict(extent, account)):
-                set_aside.append(heapq.heappop(heap))
-            else:
-                found = extent
-                break
-        for entry in set_aside:
-            heapq.heappush(heap, entry)
-        return found
+                continue
+            if extent.last_used == tick:
+                if not index.is_busy(extent) and (account is None or self._may_evict(extent, account)):
+                    return extent
+                extent.last_used = index.clock.tick
+            heapq.heapreplace(heap, (extent.last_used, position))
+            if tick == index.clock.tick:
+                return None
+        return None
 
     def _may_evict(self, extent: Extent, account: Account) -> bool:
         held: dict[Account, int] = {}

@@ -71,6 +71,8 @@ class TenantIndex:
         self.writes: dict[int, Write] = {}
         self.orphans: set[int] = set()
         self.cold = ColdExtents(self)
+        self.num_leased = 0
+        """Slots that somebody leases."""
         self.evicted_bytes: dict[str, int] = {}
         """By reason."""
         self.may_evict = True
@@ -89,6 +91,8 @@ class TenantIndex:
             count = holder.get(offset)
             if count is None:
                 holder[offset] = 1
+                if slot.holders == 0:
+                    self.num_leased += 1
                 slot.holders += 1
             else:
                 holder[offset] = count + 1
@@ -134,6 +138,7 @@ class TenantIndex:
             slot = ready[offset]
             slot.holders -= 1
             if slot.holders == 0:
+                self.num_leased -= 1
                 if offset in self.orphans:
                     self.orphans.discard(offset)
                     self._free(offset, ready.pop(offset).account)
@@ -410,11 +415,6 @@ class TenantIndex:
         self.spare.append(extent.position)
 
     # --- figures ----------------------------------------------------------------------------------------------------
-
-    @property
-    def num_leased(self) -> int:
-        """Slots that somebody leases."""
-        return sum(1 for slot in self.ready.values() if slot.holders)
 
     @property
     def has_assigned_writes(self) -> bool:

@@ -265,6 +265,8 @@ class Registry:
             self._end_dead_sessions(engine)
         self._end_quarantines()
         self.recovery.end_quarantine()
+        if self.region.extents.surplus:
+            self.region.extents.wake()  # something may have been let go of
         for number, engine in list(self.engines.items()):
             if not engine.sessions and not engine.dying:
                 del self.engines[number]

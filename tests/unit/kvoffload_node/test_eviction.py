@@ -1,0 +1,111 @@
+"""Which extent and which slot is given up first, and that looking for it stays cheap."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload_node.index.journal import TenantJournal
+from kvoffload_node.index.quotas import Account
+from kvoffload_node.index.slots import Namespace, WriteOwner
+from kvoffload_node.index.tenant import Clock, Supply, TenantIndex
+
+EXTENT_BYTES = 1 << 20
+NUM_EXTENTS = 16
+SMALL, LARGE = 8192, 16384
+
+
+class Filled:
+    """An index of `NUM_EXTENTS` extents, all of them full of small slots, stored in order."""
+
+    def __init__(self, folder: Path) -> None:
+        journal = TenantJournal(folder / "journal", num_extents=NUM_EXTENTS, extent_bytes=EXTENT_BYTES)
+        self.index = TenantIndex(1, extent_bytes=EXTENT_BYTES, clock=Clock(), journal=journal)
+        self.account = Account(1, "a")
+        self.owner = WriteOwner(number=1, storer=1, world_size=1)
+        self.namespace = Namespace(1, b"", 8)
+        self.stored = 0
+        self.looked_at = 0
+        for position in range(NUM_EXTENTS):
+            self.index.add_spare(position)
+        for _ in range(NUM_EXTENTS):
+            self.store(SMALL, EXTENT_BYTES // SMALL)
+        is_busy = self.index.is_busy
+
+        def counted(extent: object) -> bool:
+            self.looked_at += 1
+            return is_busy(extent)  # type: ignore[arg-type]
+
+        self.index.is_busy = counted  # type: ignore[method-assign]
+
+    def store(self, slot_bytes: int, count: int, account: Account | None = None) -> list[int]:
+        slab = self.index.slab(slot_bytes)
+        account = account or self.account
+
+        def find_extent(before: int) -> Supply:
+            extent = self.index.cold.coldest(before=before, account=account)
+            if extent is None or extent.slab is slab:
+                return Supply.NONE
+            self.index.evict_extent(extent)
+            return Supply.SPARE
+
+        offsets, _ = self.index.reserve(slab, count, owner=self.owner, account=account, find_extent=find_extent)
+        keys = [(self.stored + number).to_bytes(8, "little") for number in range(len(offsets))]
+        self.stored += len(offsets)
+        self.index.assign(self.owner, self.namespace, zip(offsets, keys, strict=True))
+        self.index.seal(self.owner, 0, offsets)
+        return offsets
+
+    def offsets(self, position: int) -> list[int]:
+        return list(self.index.extents[position].offsets(EXTENT_BYTES))
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[Filled]:
+    filled = Filled(tmp_path)
+    yield filled
+    filled.index.journal.close()
+
+
+def test_another_size_takes_the_extent_that_was_used_longest_ago(filled: Filled) -> None:
+    coldest = min(filled.index.extents.values(), key=lambda extent: extent.last_used).position
+    offsets = filled.store(LARGE, 4)
+    assert {offset // EXTENT_BYTES for offset in offsets} == {coldest}
+
+
+def test_an_extent_that_was_just_used_is_taken_last(filled: Filled) -> None:
+    coldest = min(filled.index.extents.values(), key=lambda extent: extent.last_used).position
+    holder: dict[int, int] = {}
+    filled.index.lease(holder, filled.offsets(coldest)[:1])
+    filled.index.release(holder)
+    offsets = filled.store(LARGE, EXTENT_BYTES // LARGE * (NUM_EXTENTS - 1))
+    assert coldest not in {offset // EXTENT_BYTES for offset in offsets}
+
+
+def test_an_extent_with_one_leased_slot_is_never_taken(filled: Filled) -> None:
+    holder: dict[int, int] = {}
+    leased = [filled.offsets(position)[5] for position in range(NUM_EXTENTS)]
+    filled.index.lease(holder, leased)
+    assert filled.store(LARGE, 1) == []
+    filled.index.release(holder)
+    assert len(filled.store(LARGE, 1)) == 1
+
+
+def test_leased_extents_are_looked_at_once_and_not_for_every_slot(filled: Filled) -> None:
+    holder: dict[int, int] = {}
+    filled.index.lease(holder, [offset for position in range(8) for offset in filled.offsets(position)])
+    filled.looked_at = 0
+    filled.store(SMALL, 500)
+    assert filled.looked_at <= 2 * NUM_EXTENTS
+
+
+def test_a_guarantee_holds_up_others_and_not_the_pool_itself(filled: Filled) -> None:
+    filled.account.guaranteed_bytes = filled.account.used_bytes
+    other = Account(2, "b")
+    assert filled.store(LARGE, 1, other) == []
+    assert filled.index.cold.coldest(before=1 << 62, account=None) is not None
+
+
+def test_a_namespace_evicts_its_own_guaranteed_slots(filled: Filled) -> None:
+    filled.account.guaranteed_bytes = filled.account.used_bytes
+    assert len(filled.store(SMALL, 10)) == 10
