@@ -1,0 +1,104 @@
+"""What is wrong with a pool beyond the schema, all at once; and label selectors."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.api.pool import KVOffloadPoolSpec, LabelSelector
+from kvoffload_operator.webhook.validation import label_key_error, selects, validate_pool_spec
+from operator_builders import spec_of
+
+
+def errors(**spec: Any) -> list[str]:
+    return [str(error) for error in validate_pool_spec(spec_of(**spec)).errors]
+
+
+def test_a_good_spec_has_no_errors_and_only_deserved_warnings() -> None:
+    validation = validate_pool_spec(spec_of(nodeSelector={"gpu": "yes"}))
+    assert validation.errors == ()
+    assert validation.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"capacity": 104857601}, "spec.capacity: 104857601 bytes is not a positive multiple of the page size 2Mi"),
+        ({"capacity": 104857601}, "the nearest multiples are 100Mi and 102Mi"),
+        ({"capacity": 1}, "the nearest multiples are 2Mi"),
+        ({"capacity": 0}, "the nearest multiples are 2Mi"),
+        ({"capacity": "64Mi", "pageSize": "1Gi"}, "the nearest multiples are 1Gi"),
+        ({"quotas": [{"namespace": "a", "guaranteed": "2Gi"}]}, "spec.quotas: 2147483648 bytes are guaranteed in all"),
+        (
+            {"quotas": [{"namespace": "a", "guaranteed": "2Mi", "limit": "1Mi"}]},
+            "spec.quotas[0].guaranteed: 2097152 is more than the limit 1048576",
+        ),
+        ({"quotas": [{"namespace": "a"}, {"namespace": "a"}]}, "spec.quotas[1].namespace: a has a quota already"),
+        ({"nodeSelector": {"a b": "c"}}, "spec.nodeSelector[a b]: 'a b' is no label key"),
+        (
+            {"namespaceSelector": {"matchExpressions": [{"key": "a", "operator": "Exists", "values": ["x"]}]}},
+            "spec.namespaceSelector.matchExpressions[0].values: operator Exists takes no values",
+        ),
+        (
+            {"namespaceSelector": {"matchExpressions": [{"key": "a", "operator": "NotIn"}]}},
+            "operator NotIn needs at least one value",
+        ),
+        ({"namespaceSelector": {"matchLabels": {"-": "c"}}}, "spec.namespaceSelector.matchLabels[-]"),
+    ],
+)
+def test_an_error_names_field_value_and_remedy(spec: dict[str, Any], said: str) -> None:
+    assert any(said in error for error in errors(**spec)), errors(**spec)
+
+
+def test_all_errors_are_told_at_once() -> None:
+    assert len(errors(capacity=1, nodeSelector={"a b": "c"}, quotas=[{"namespace": "a", "guaranteed": "1Gi"}])) == 3
+
+
+@pytest.mark.parametrize("field", ["fallback", "hugetlbfsMount", "sharing", "reclaimPolicy", "mode"])
+def test_what_may_surprise_is_a_warning(field: str) -> None:
+    values = {
+        "fallback": "SharedMemory",
+        "hugetlbfsMount": "Managed",
+        "sharing": "Pool",
+        "reclaimPolicy": "Retain",
+        "mode": "Observe",
+    }
+    (warning,) = validate_pool_spec(spec_of(nodeSelector={"x": "y"}, **{field: values[field]})).warnings
+    assert f"spec.{field} {values[field]}" in warning
+
+
+@pytest.mark.parametrize(
+    ("key", "good"),
+    [("a", True), ("a.b/c_d.E-f", True), ("kubernetes.io/hostname", True), ("", False), ("a b", False), ("/a", False),
+     ("a/", False), ("-a", False), ("A.b/c", False), ("x/" + "a" * 63, True), ("x/" + "a" * 64, False)],
+)  # fmt: skip
+def test_label_keys_are_kubernetes_own(key: str, good: bool) -> None:
+    assert (label_key_error(key) == "") is good
+
+
+LABELS = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xyz"), max_size=3)
+
+
+@given(LABELS, st.sampled_from("abc"), st.lists(st.sampled_from("xyz"), min_size=1, max_size=2))
+def test_each_operator_is_the_opposite_of_its_negation(labels: dict[str, str], key: str, values: list[str]) -> None:
+    def holds(operator: str, given: list[str]) -> bool:
+        expression = {"key": key, "operator": operator, "values": given}
+        return selects(LabelSelector.model_validate({"matchExpressions": [expression]}), labels)
+
+    assert holds("In", values) is not holds("NotIn", values)
+    assert holds("Exists", []) is not holds("DoesNotExist", [])
+    assert holds("In", values) == (labels.get(key) in values)
+
+
+@given(LABELS, LABELS)
+def test_an_empty_selector_selects_everything_and_labels_must_all_match(
+    labels: dict[str, str], wanted: dict[str, str]
+) -> None:
+    assert selects(LabelSelector(), labels)
+    selector = LabelSelector.model_validate({"matchLabels": wanted})
+    assert selects(selector, labels) == (wanted.items() <= labels.items())
+
+
+def test_the_model_takes_what_the_validator_must_judge() -> None:
+    assert KVOffloadPoolSpec.model_validate({"capacity": 3}).capacity == 3
