@@ -12,6 +12,7 @@ and is never sealed, a failed load is in `take_failed_loads`, which our connecto
 """
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +46,8 @@ from kvoffload_engine.transfer.checksums import PageChecksums
 from kvoffload_engine.transfer.plan import WHOLE, CopyPlan, DeviceTensors, PlanError, Stripe, plan_copy
 
 REPORT_SECONDS = 1.0
+MAX_UNSENT = 4096
+"""Ends of stores that are kept for a session to come; older ones are freed by the daemon when this engine ends."""
 START_WAIT_SECONDS = 2.0
 """How long a starting worker waits for the daemon; later it connects in the background."""
 
@@ -113,7 +116,9 @@ class KVOffloadWorker(OffloadingWorker):
         self._jobs: dict[int, Job] = {}
         self._failed: deque[tuple[int, bool]] = deque()
         self._done: deque[TransferResult] = deque()
+        self._unsent: deque[Seal | Fail] = deque(maxlen=MAX_UNSENT)
         self._draining = False
+        self._counters = threading.Lock()
         self._stored_bytes = self._loaded_bytes = self._failed_loads = self._failed_stores = 0
         self._next_report = 0.0
         self._connector = Connector(
@@ -122,6 +127,7 @@ class KVOffloadWorker(OffloadingWorker):
             on_connected=self._connected,
             on_event=lambda line: logger.info("kvoffload rank %d: %s", rank, line),
             on_readable=self._readable,
+            on_tick=self._report,
         )
 
     def start(self) -> None:
@@ -233,38 +239,42 @@ class KVOffloadWorker(OffloadingWorker):
         job = self._jobs[job_id]
         moved = 0 if job.error else job.plan.total_bytes
         if job.is_store:
-            self._finish_store(job, moved)
+            self._finish_store(job)
         else:
-            self._finish_load(job_id, job, moved)
+            self._finish_load(job_id, job)
+        with self._counters:
+            if job.is_store:
+                self._stored_bytes += moved
+                self._failed_stores += bool(job.error)
+            else:
+                self._loaded_bytes += moved
+                self._failed_loads += bool(job.error)
         del self._jobs[job_id]
         self._done.append(TransferResult(job_id=job_id, success=True, transfer_size=moved, transfer_time=seconds))
 
-    def _finish_store(self, job: Job, moved: int) -> None:
+    def _finish_store(self, job: Job) -> None:
         session = self._connector.current()
         if job.error:
-            self._failed_stores += 1
             logger.warning("kvoffload rank %d: a store was dropped: %s", self._rank, job.error)
         elif self._checksums is not None:
             self._checksums.write(job.plan)
-        self._stored_bytes += moved
-        if session is None:
-            return  # whoever never sealed lets go: the daemon frees the slots
+        epoch, offsets = job.slots.epoch, job.slots.offsets
+        message = Fail(epoch, offsets) if job.error else Seal(epoch, offsets)
         try:
-            epoch, offsets = job.slots.epoch, job.slots.offsets
-            session.send(Fail(epoch, offsets) if job.error else Seal(epoch, offsets))
-        except DaemonUnavailable as error:
-            logger.debug("kvoffload rank %d: a store could not be sealed: %s", self._rank, error)
+            if session is None:
+                raise DaemonUnavailable("no session")
+            session.send(message)
+        except DaemonUnavailable:
+            self._unsent.append(message)  # told to the daemon when it, or another one, is there again
 
-    def _finish_load(self, job_id: int, job: Job, moved: int) -> None:
+    def _finish_load(self, job_id: int, job: Job) -> None:
         bytes_are_wrong = False
         if not job.error and self._checksums is not None:
             job.error = self._checksums.verify(job.plan)
             bytes_are_wrong = bool(job.error)
         if job.error:
-            self._failed_loads += 1
             self._failed.append((job_id, bytes_are_wrong))
             logger.warning("kvoffload rank %d: a load failed and is recomputed: %s", self._rank, job.error)
-        self._loaded_bytes += moved
 
     # --- the session; `_connected` and `_readable` run in the connector's thread ------------------------------------
 
@@ -294,7 +304,9 @@ class KVOffloadWorker(OffloadingWorker):
         elif old is not None:
             reasserted = Reassert(max(old.epochs), b"", b"")
         self._draining = False
-        session.send(*([reasserted] if reasserted else []), Mapped())
+        unsent = list(self._unsent)
+        self._unsent.clear()
+        session.send(*([reasserted] if reasserted else []), *unsent, Mapped())
 
     def _readable(self, session: Session) -> None:
         for message in session.receive():
@@ -328,21 +340,23 @@ class KVOffloadWorker(OffloadingWorker):
         )
 
     def _report(self, *, force: bool = False) -> None:
+        """Tell the daemon what was moved since the last report: after a step, or from the connector's thread."""
         now = time.monotonic()
-        if not force and now < self._next_report:
+        session = self._connector.current()
+        if session is None or (now < self._next_report and not force):
             return
         self._next_report = now + REPORT_SECONDS
-        session = self._connector.current()
-        counts = (self._stored_bytes, self._loaded_bytes, self._failed_loads, self._failed_stores)
+        with self._counters:
+            counts = (self._stored_bytes, self._loaded_bytes, self._failed_loads, self._failed_stores)
+            self._stored_bytes = self._loaded_bytes = self._failed_loads = self._failed_stores = 0
+        if not any(counts):
+            return
         refused = self._transfer.registration_refused
         note = f"pages are not registered with the device of rank {self._rank}: {refused}" if refused else ""
-        if session is None or not any(counts):
-            return
         try:
             session.send(Report(*counts, note=note))
-        except DaemonUnavailable:
-            return  # counted again with the next session
-        self._stored_bytes = self._loaded_bytes = self._failed_loads = self._failed_stores = 0
+        except DaemonUnavailable as error:
+            logger.debug("kvoffload rank %d: a report was not sent: %s", self._rank, error)
 
 
 _EMPTY_PLAN = CopyPlan(*(np.empty(0, dtype=np.int64) for _ in range(5)))

@@ -564,6 +564,34 @@ def nonsense_ends_the_session_and_not_the_engine(socket_path: str, control: Cont
 
 
 @check
+def a_store_that_cannot_be_begun_between_two_sessions_is_given_up_in_the_next(
+    socket_path: str, control: Control
+) -> None:
+    engine = ToyEngine(socket_path)
+    try:
+        keys = keys_of(5)
+        engine.look_up("s", keys)
+        wait_until(lambda: engine.manager.link.wait_for_slots(1))
+        output = engine.manager.prepare_store(keys, ReqContext(req_id="s"))
+        assert output.keys_to_store == keys
+        engine.step()
+        control.say("silent")  # so that nobody connects again before the test says so
+        control.say("close")
+        wait_until(lambda: all(worker._connector.current() is None for worker in engine.workers))
+        spec = GPULoadStoreSpec([0], group_sizes=[1], block_indices=[0])
+        for worker in engine.workers:
+            worker.submit_store(1, spec, output.store_spec)
+            assert [one.job_id for one in worker.get_finished()] == [1]
+        engine.manager.complete_store(set(keys), ReqContext(req_id="s"))
+        control.say("normal")
+        wait_until(lambda: control.dump()["failed"] == 2)
+        wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
+        assert not engine.is_hit(keys)
+    finally:
+        engine.close()
+
+
+@check
 def requests_that_end_at_any_point_leave_no_lease(socket_path: str, control: Control) -> None:
     engine = ToyEngine(socket_path)
     try:

@@ -245,12 +245,14 @@ class Connector:
         on_connected: Callable[[Session], None],
         on_event: Callable[[str], None],
         on_readable: Callable[[Session], None] | None = None,
+        on_tick: Callable[[], None] | None = None,
     ) -> None:
         self._path = path
         self._make_hello = make_hello
         self._on_connected = on_connected
         self._on_event = on_event
         self._on_readable = on_readable
+        self._on_tick = on_tick
         self._session: Session | None = None
         self._stopped = threading.Event()
         self._attempted = threading.Event()
@@ -315,6 +317,8 @@ class Connector:
         poll = select.poll()
         poll.register(session, select.POLLRDHUP | (select.POLLIN if self._on_readable else 0))
         while session.is_open and not self._stopped.is_set():
+            if self._on_tick is not None:
+                self._on_tick()
             for _, event in poll.poll(WATCH_SECONDS * 1000):
                 try:
                     if self._on_readable is not None and event & select.POLLIN:
