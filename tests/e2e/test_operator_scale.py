@@ -117,6 +117,8 @@ async def add_nodes(plane: ControlPlane) -> None:
                 "conditions": [{"type": "Ready", "status": "True"}],
             }
             await kube.merge_patch(NODES, name, {"status": status}, subresource="status")
+            # admission taints new nodes, and the controller that would take that away does not run here
+            await kube.merge_patch(NODES, name, {"spec": {"taints": None}})
 
     try:
         await asyncio.gather(*(one(number) for number in range(NUM_NODES)))

@@ -5,7 +5,7 @@ their node's label is taken away; the DaemonSet is applied before nodes are labe
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -143,6 +143,16 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
     )
 
 
+def all_daemons_available(daemonset: ObservedDaemonSet | None, nodes: Iterable[ObservedNode]) -> bool:
+    """Whether the DaemonSet's counts say it all: as many pods as labelled nodes, each of the newest template, available.
+
+    Its controller may not have seen the labels yet: a DaemonSet that wants nothing is content with nothing.
+    """
+    if daemonset is None or not daemonset.is_settled:
+        return False
+    return daemonset.num_desired == sum(daemon_node_label(daemonset.pool) in node.labels for node in nodes)
+
+
 def plan_absent_pool(name: str, facts_nodes: tuple[ObservedNode, ...]) -> Mapping[str, tuple[str, ...]]:
     """Labels to take off nodes after a pool is gone, by node."""
     return _stale_labels(name, facts_nodes)
@@ -238,7 +248,7 @@ class PoolReconciler:
     async def _observe(self, observed: ObservedPool, now: datetime) -> PoolFacts:
         daemonset = self._view.daemonset_of(observed.name)
         daemon_pods = None
-        if daemonset is None or not daemonset.is_settled:
+        if not all_daemons_available(daemonset, self._view.nodes.values()):
             daemon_pods = await self._list_daemon_pods(observed.name) if daemonset is not None else {}
         return PoolFacts(
             pool=observed,

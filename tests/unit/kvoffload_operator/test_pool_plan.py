@@ -17,7 +17,7 @@ from kvoffload_operator.observe import (
     observe_node,
     observe_pool,
 )
-from kvoffload_operator.reconcilers.pool import PoolFacts, PoolPlan, plan_pool
+from kvoffload_operator.reconcilers.pool import PoolFacts, PoolPlan, all_daemons_available, plan_pool
 from kvoffload_operator.resources.daemonset import SPEC_HASH_ANNOTATION, build_daemonset
 from kvoffload_operator.resources.region import build_region, build_region_spec
 from kvoffload_operator.status import InjectionHealth, find_transitions
@@ -401,3 +401,22 @@ def test_a_heartbeat_wakes_nobody_and_a_label_wakes_the_pools_that_it_concerns()
     moved["metadata"]["resourceVersion"] = "3"
     assert view.update_node(moved).pools == {"main", "other"}
     assert view.forget("nodes", "a").pools == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("given", "all_available"),
+    [
+        (daemonset(), True),
+        (daemonset(num_desired=0, num_updated=0, num_available=0), False),
+        (daemonset(num_desired=1, num_updated=1, num_available=1), False),
+        (daemonset(num_available=1), False),
+        (daemonset(num_updated=1), False),
+        (daemonset(observed_current=False), False),
+        (None, False),
+    ],
+)
+def test_the_daemonset_s_counts_are_believed_only_where_they_cover_every_labelled_node(
+    given: ObservedDaemonSet | None, all_available: bool
+) -> None:
+    nodes = [observe_node(node_manifest(name, labels=RUN)) for name in ("a", "b")]
+    assert all_daemons_available(given, [*nodes, observe_node(node_manifest("c"))]) is all_available
