@@ -31,7 +31,9 @@ def wake(first: OperatorProcess, proxy: FaultyProxy) -> None:
 @pytest.mark.parametrize(
     "hold_up",
     [
-        pytest.param(lambda first, proxy: first.process.send_signal(signal.SIGKILL), id="killed"),
+        pytest.param(
+            lambda first, proxy: first.process.send_signal(signal.SIGKILL), id="killed", marks=pytest.mark.long
+        ),
         pytest.param(lambda first, proxy: first.process.send_signal(signal.SIGSTOP), id="stopped"),
         pytest.param(lambda first, proxy: setattr(proxy, "is_cut_off", True), id="cut-off"),
     ],

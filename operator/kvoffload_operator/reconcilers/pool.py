@@ -144,7 +144,7 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
 
 
 def all_daemons_available(daemonset: ObservedDaemonSet | None, nodes: Iterable[ObservedNode]) -> bool:
-    """Whether the DaemonSet's counts say it all: as many pods as labelled nodes, each of the newest template, available.
+    """Whether the DaemonSet's counts say it all: a pod for each labelled node, of the newest template, available.
 
     Its controller may not have seen the labels yet: a DaemonSet that wants nothing is content with nothing.
     """
