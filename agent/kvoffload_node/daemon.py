@@ -26,11 +26,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 
-from kvoffload.api.conditions import Condition, RegionCondition, RegionReason
+from kvoffload.api.conditions import Condition, RegionReason
 from kvoffload.api.pool import Mode, ReclaimPolicy
 from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec
 from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
 from kvoffload.units import format_bytes
+from kvoffload_node.findings import Finding, Problem, Situation, build_findings
 from kvoffload_node.health import TEXT, Answer, in_loop, start_endpoints
 from kvoffload_node.host.hugepages import explain_shortage, read_hugepage_limit
 from kvoffload_node.host.paths import HostPaths
@@ -41,7 +42,7 @@ from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
 from kvoffload_node.session.server import Server
 from kvoffload_node.settings import NodeSettings
-from kvoffload_node.status import Finding, build_status
+from kvoffload_node.status import build_status
 
 if TYPE_CHECKING:
     from kvoffload_node.report import RegionClient
@@ -80,8 +81,8 @@ class Daemon:
         self._generation = 0
         self._conditions: list[Condition] = []
         self._deleted = False
-        self._region_problem = ("", "")
-        self._pages_problem = ("", "")
+        self._region_problem: Problem | None = None
+        self._pages_problem: Problem | None = None
 
     async def run(self) -> None:
         """Serve until told to stop or the region is deleted. Raises RegionUnusable if another daemon runs here."""
@@ -204,9 +205,9 @@ class Daemon:
             except RegionUnusable as error:
                 log.error("the region cannot be opened: %s", error)
                 reason = RegionReason.NO_HUGETLBFS if isinstance(error, NoHugetlbfs) else RegionReason.REGION_UNUSABLE
-                self._region_problem = (reason, str(error))
+                self._region_problem = Problem(reason, str(error))
                 await asyncio.sleep(RETRY_SECONDS)
-        self._region_problem = ("", "")
+        self._region_problem = None
         gc.freeze()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.running.server.run())
@@ -238,15 +239,17 @@ class Daemon:
             try:
                 self._check_limit(region)
                 region.reserve_pages()
-                self._pages_problem = ("", "")
+                self._pages_problem = None
                 log.info("%s of pages are reserved", format_bytes(region.capacity_bytes))
                 region.extents.wake()
                 return
             except PagesUnavailable as error:
-                self._pages_problem = explain_shortage(
-                    self.paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
+                self._pages_problem = Problem(
+                    *explain_shortage(
+                        self.paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
+                    )
                 )
-                log.warning("%s (%s)", self._pages_problem[1], error)
+                log.warning("%s (%s)", self._pages_problem.message, error)
                 await asyncio.sleep(RETRY_SECONDS)
 
     def _check_limit(self, region: Region) -> None:
@@ -270,70 +273,18 @@ class Daemon:
 
     def findings(self) -> list[Finding]:
         """The daemon's own conditions as they are now."""
-        spec, running = self._spec, self.running
-        pages = self._pages_finding()
-        if self.stopping.is_set():
-            ready = Finding(RegionCondition.READY, False, RegionReason.DRAINING, "the daemon stops")
-        elif spec is None:
-            ready = Finding(RegionCondition.READY, False, RegionReason.STARTING, "no KVOffloadRegion for this node yet")
-        elif spec.mode is Mode.OBSERVE:
-            ready = Finding(RegionCondition.READY, False, RegionReason.OBSERVING, "the pool only observes")
-        elif spec.mode is Mode.PAUSED:
-            ready = Finding(RegionCondition.READY, False, RegionReason.PAUSED, "the pool is paused; its pages are kept")
-        elif running is None or not running.region.pages_reserved:
-            ready = Finding(RegionCondition.READY, False, pages.reason, pages.message)
-        else:
-            capacity, extent = running.region.capacity_bytes, running.region.extent_bytes
-            message = f"engines can attach; {format_bytes(capacity)} in extents of {format_bytes(extent)}"
-            ready = Finding(RegionCondition.READY, True, RegionReason.SERVING, message)
-        return [ready, pages, self._degraded_finding()]
-
-    def _pages_finding(self) -> Finding:
-        kind = RegionCondition.PAGES_READY
-        spec, running = self._spec, self.running
-        if spec is not None and spec.mode is Mode.OBSERVE:
-            _, message = explain_shortage(self.paths, wanted_bytes=spec.capacity_bytes, page_bytes=spec.page_size_bytes)
-            return Finding(
-                kind, False, RegionReason.OBSERVING, f"nothing is reserved while the pool observes; {message}"
-            )
-        if self._region_problem[0]:
-            return Finding(kind, False, *self._region_problem)
-        if self._pages_problem[0]:
-            return Finding(kind, False, *self._pages_problem)
-        if running is None or not running.region.pages_reserved:
-            return Finding(kind, False, RegionReason.STARTING, "the pages are not reserved yet")
-        if running.region.extents.problem:
-            region = running.region
-            reason, message = explain_shortage(
-                self.paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
-            )
-            return Finding(kind, False, reason, f"{region.extents.problem}: {message}")
-        if not running.region.mount.is_hugetlbfs:
-            message = (
-                f"{format_bytes(running.region.capacity_bytes)} of shared memory in pages of 4 KiB, as fallback says"
-            )
-            return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
-        capacity, page = running.region.capacity_bytes, running.region.mount.page_bytes
-        message = f"{format_bytes(capacity)} reserved in pages of {format_bytes(page)}"
-        return Finding(kind, True, RegionReason.PAGES_RESERVED, message)
-
-    def _degraded_finding(self) -> Finding:
-        kind = RegionCondition.DEGRADED
-        running = self.running
-        if running is not None and not running.region.mount.is_hugetlbfs:
-            message = "there are no huge pages: shared memory in pages of 4 KiB is slower to copy and to register"
-            return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
-        if running is not None and running.region.extents.surplus:
-            message = (
-                f"{running.region.extents.surplus} extents above the lowered capacity are still leased or mapped; they "
-                "go as engines let go of them"
-            )
-            return Finding(kind, True, RegionReason.SHRINK_WAITS, message)
-        if running is not None and running.server.attachers == 0 and self.settings.region_file is None:
-            return Finding(
-                kind, True, RegionReason.ATTACHER_MISSING, "the attacher is not connected: no new pod attaches"
-            )
-        return Finding(kind, False, RegionReason.AS_ASKED, "everything is as the pool asks")
+        return build_findings(
+            Situation(
+                spec=self._spec,
+                region=self.running.region if self.running else None,
+                region_problem=self._region_problem,
+                pages_problem=self._pages_problem,
+                is_stopping=self.stopping.is_set(),
+                has_attacher=bool(self.running and self.running.server.attachers),
+                needs_attacher=self.settings.region_file is None,
+            ),
+            self.paths,
+        )
 
     async def _report(self) -> None:
         last: object = None

@@ -1,27 +1,17 @@
-"""What the daemon finds about itself, and the region's status built from it.
+"""The region's status, built from the daemon's figures, findings and engines.
 
 Runs in the node daemon; used by `daemon.py`, written by `report.py`. Pure.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kvoffload import __version__
 from kvoffload.api.conditions import Condition, transition
 from kvoffload.api.region import MAX_ENGINES, KVOffloadRegionStatus, RegionEngine
+from kvoffload_node.findings import Finding
 from kvoffload_node.region.figures import Figures
 from kvoffload_node.session.engines import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A condition without its history."""
-
-    type: str
-    holds: bool
-    reason: str
-    message: str
 
 
 def build_status(

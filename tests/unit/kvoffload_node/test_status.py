@@ -7,8 +7,9 @@ import pytest
 from kvoffload.api.conditions import Condition
 from kvoffload.api.pool import LabelSelector
 from kvoffload_node.attach.pods import selects
+from kvoffload_node.findings import Finding
 from kvoffload_node.region.figures import Figures
-from kvoffload_node.status import Finding, build_status
+from kvoffload_node.status import build_status
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 FIGURES = Figures(
