@@ -80,7 +80,9 @@ def scrape(daemon: DaemonProcess) -> str:
 
 
 def value(daemon: DaemonProcess, sample: str) -> float:
-    return next(float(line.rsplit(" ", 1)[1]) for line in scrape(daemon).splitlines() if line.startswith(sample + " "))
+    return next(
+        (float(line.rsplit(" ", 1)[1]) for line in scrape(daemon).splitlines() if line.startswith(sample + " ")), 0.0
+    )
 
 
 # --- memory follows demand --------------------------------------------------------------------------------------------
@@ -398,6 +400,19 @@ def test_a_connection_that_says_nothing_does_not_count_as_an_engine(folder: Path
             sock.connect(str(path))
         TestEngine(path).close()
         for sock in silent:
+            sock.close()
+
+
+def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("bad")
+        opened = []
+        for _ in range(1200):
+            opened.append(socket.socket(socket.AF_UNIX))
+            opened[-1].connect(str(path))
+        wait_until(lambda: value(daemon, 'kvoffload_sessions_closed_total{reason="TooManyConnections"}') > 0)
+        TestEngine(daemon.attach("good")).close()
+        for sock in opened:
             sock.close()
 
 

@@ -165,6 +165,7 @@ def run(mount: Path, kills: list[str], seed: int) -> None:
                 if rounds:
                     rounds.close()
                 rounds = Rounds(mount, seed + number)
+                print(f"{number} of {len(kills)} rounds", flush=True)  # seen with -s, and where a round fails
             assert rounds is not None
             try:
                 rounds.run_one(kill)

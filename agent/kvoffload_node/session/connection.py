@@ -53,6 +53,8 @@ MAX_UNSENT_BYTES = 1 << 20
 MAX_PUSHED_BYTES = 4 << 20
 FRAMES_PER_TURN = 64
 """Frames of one connection that are handled before the others have their turn."""
+MAX_CONNECTIONS = 1024
+"""Of one pod: 64 engines of eight ranks need 576."""
 HELLO_SECONDS = 10.0
 """A connection that has not said hello by then is ended."""
 _MISS = (-1).to_bytes(OFFSET_BYTES, "little", signed=True)
@@ -85,6 +87,10 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._registry.connections.add(self)
+        self._pod.num_connections += 1
+        if self._pod.num_connections > MAX_CONNECTIONS:
+            self.abort("TooManyConnections")
+            return
         self._hello_timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._require_hello)
 
     def data_received(self, data: bytes) -> None:
@@ -146,6 +152,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio names it
         """The socket is closed, by whichever side."""
         self._registry.connections.discard(self)
+        self._pod.num_connections -= 1
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._registry.disconnected(self._session, self._ended or "PeerClosed")

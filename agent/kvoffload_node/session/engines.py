@@ -39,6 +39,7 @@ class Pod:
     account: Account
     engines: dict[str, "Engine"] = field(default_factory=dict)
     """The newest incarnation of each engine id."""
+    num_connections: int = 0
     detached: bool = False
     """Its folder is gone; it is forgotten when its last engine is."""
 
