@@ -22,12 +22,12 @@ def install_chart(kubernetes: Kubernetes, images: BuiltImages, *values: str) -> 
         f"image.node.tag={images.tag}",
         "image.pullPolicy=Never",
         f"kubeletRootDir={kubernetes.settings.kubelet_root}",
-        # two cores for a control plane, two engines with spinning ranks and the daemon that they ask
-        "engine.stepDeadlineSeconds=0.02",
         "node.resources.requests.cpu=500m",
         *values,
     ]
-    sets = [argument for value in chosen for argument in ("--set", value)]
+    # two cores for a control plane, two engines with spinning ranks and the daemon that they ask: 2 ms are too few
+    sets = ["--set-json", "engine.stepDeadlineSeconds=0.02"]
+    sets += [argument for value in chosen for argument in ("--set", value)]
     try:
         kubernetes.helm(
             "upgrade", "--install", RELEASE, CHART, f"--namespace={NAMESPACE}", "--create-namespace", "--wait",
