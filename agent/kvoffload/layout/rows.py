@@ -1,7 +1,7 @@
 """The row: where each rank's bytes of one chunk stand in its slot.
 
-Pure. The node daemon calls `plan_row` once all ranks of an engine have said what they hold; the engine gets the answer
-(`EngineReady`) and copies by it.
+Pure. The node daemon calls `plan_row` once all ranks of an engine have said what they hold; the engine gets the
+answer (`EngineReady`) and copies by it.
 
     replicated       part "all" on every rank        |  all ranks at offset 0  |
     per rank         parts "rank-0", "rank-1"        |  rank 0  |  rank 1  |

@@ -8,7 +8,7 @@ int64, keys are packed bytes of one length, because a list of a thousand Python 
 itself.
 """
 
-from typing import Annotated, Union
+from typing import Annotated
 
 import msgspec
 
@@ -271,8 +271,21 @@ class Drain(Message, frozen=True, tag="drain"):
     message: LongText
 
 
-FromAttacher = Union[AttachPod, DetachPod]
-FromEngine = Union[
-    Hello, Mapped, Bind, Lookup, Pin, Unpin, Reserve, Assign, Seal, Fail, Generation, Reassert, Revoked, Report
-]
-FromDaemon = Union[Welcome, Refused, EngineReady, EngineLost, Bound, Found, Reserved, Revoke, Drain, Attached]
+FromAttacher = AttachPod | DetachPod
+FromEngine = (
+    Hello
+    | Mapped
+    | Bind
+    | Lookup
+    | Pin
+    | Unpin
+    | Reserve
+    | Assign
+    | Seal
+    | Fail
+    | Generation
+    | Reassert
+    | Revoked
+    | Report
+)
+FromDaemon = Welcome | Refused | EngineReady | EngineLost | Bound | Found | Reserved | Revoke | Drain | Attached
