@@ -1,7 +1,6 @@
 """Frames: a 4-byte little-endian length, then that many bytes of msgpack; descriptors come with a frame's first byte.
 
-Runs in every process that speaks the protocol. The node daemon reads with `FrameReader` from non-blocking sockets, the engine's
-client and the attacher with `send_frame` and `receive_frame` on blocking sockets with a deadline.
+Runs in every process that speaks the protocol.
 """
 
 import array
