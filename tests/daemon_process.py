@@ -23,9 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvoffload.errors import DaemonUnavailable, SessionRefused
 from kvoffload.protocol.client import Session, attach_pod
-from kvoffload.protocol.messages import AttachPod, Bind, Bound, EngineReady, Hello, Mapped
+from kvoffload.protocol.framing import send_frame
+from kvoffload.protocol.messages import AttachPod, Bind, Bound, DetachPod, EngineReady, Hello, Mapped
 
 PAGE_BYTES = 2 << 20
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -154,6 +157,12 @@ class DaemonProcess:
         self._listening[uid] = (AttachPod(uid, namespace, name or uid, predicted), listening)
         self._hand_over(uid)
         return path
+
+    def detach(self, uid: str) -> None:
+        """The pod's folder is gone, as the attacher would tell."""
+        _, listening = self._listening.pop(uid)
+        listening.close()
+        send_frame(self._attacher[-1], msgspec.msgpack.encode(DetachPod(uid)))
 
     def _hand_over(self, uid: str) -> None:
         request, listening = self._listening[uid]

@@ -124,6 +124,24 @@ def test_a_pool_filled_by_one_tenant_is_given_to_another_after_it_let_go(mount: 
 
 
 @pytest.mark.hugepages
+def test_a_pod_that_shares_with_nobody_leaves_nothing_behind(mount: Path, folder: Path) -> None:
+    with start(folder, mount, sharing="Pod") as daemon:
+        first, second = attach(daemon.attach("a"), "x"), attach(daemon.attach("b"), "x")
+        keys = fill(first, 32, salt=1)
+        assert second.lookup(keys[:4]) == [-1] * 4
+        files = set((mount / f"kvoffload-{daemon.pool}").iterdir())
+        first.close()
+        first.regions.clear()
+        second.close()
+        second.regions.clear()
+        daemon.detach("a")
+        daemon.detach("b")
+        wait_until(lambda: not list((mount / f"kvoffload-{daemon.pool}").iterdir()))
+        assert len(files) == 2
+        assert value(daemon, "kvoffload_prefault_ratio") == 0
+
+
+@pytest.mark.hugepages
 def test_a_tenant_that_does_not_let_go_loses_nothing_and_holds_nobody_else_up(mount: Path, folder: Path) -> None:
     with start(folder, mount, sharing="Namespace") as daemon:
         stuck = attach(daemon.attach("a", namespace="one"), "a")

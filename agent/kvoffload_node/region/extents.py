@@ -45,6 +45,8 @@ class Tenant:
     """Of those, the ones that are being given back."""
     num_workers: int = 0
     """Worker sessions: with none, nothing is allocated ahead."""
+    is_abandoned: bool = False
+    """Its pod is gone and nobody else shares it: its extents are given back, then it is removed."""
     starving: "tuple[int, Account] | None" = None
     """A reservation found nothing: it would evict what was last used before this tick, for this account."""
 
@@ -121,6 +123,8 @@ class ExtentPool:
                 while self.surplus and self._begin_move(None, before=1 << 62, account=None):
                     pass
                 for tenant in list(self.tenants.values()):
+                    while tenant.is_abandoned and tenant.index.spare:
+                        self._move(tenant, tenant.index.spare.pop())
                     await self._provide(tenant)
         finally:
             for move in self._moves:
@@ -178,12 +182,14 @@ class ExtentPool:
                 return False
             _, victim, extent = min(found, key=lambda entry: entry[0])
             victim.index.evict_extent(extent, "TenantMoved" if needy else "CapacityLowered")
-        position = victim.index.spare.pop()
-        victim.moving.add(position)
-        move = asyncio.get_running_loop().create_task(self._give_back(victim, position))
+        self._move(victim, victim.index.spare.pop())
+        return True
+
+    def _move(self, tenant: Tenant, position: int) -> None:
+        tenant.moving.add(position)
+        move = asyncio.get_running_loop().create_task(self._give_back(tenant, position))
         self._moves.add(move)
         move.add_done_callback(self._moves.discard)
-        return True
 
     async def _give_back(self, tenant: Tenant, position: int) -> None:
         """Return an extent that belongs to no slab and is no longer spare: revoke, then punch."""
@@ -215,7 +221,8 @@ class ExtentPool:
         await asyncio.gather(*(give_back(tenant) for tenant in self.tenants.values()))
 
     def abandon(self, tenant: Tenant) -> None:
-        """The tenant will not come back: its extents are anybody's. Call it when no process of it lives."""
+        """The tenant will not come back. Call it when no process of it lives, until it holds nothing any more."""
+        tenant.is_abandoned = True
         for extent in list(tenant.index.extents.values()):
             if not tenant.index.is_busy(extent):
                 tenant.index.evict_extent(extent, "TenantGone")

@@ -157,6 +157,16 @@ class Region:
             self._save()
         return tenant
 
+    def remove_tenant(self, tenant: Tenant) -> None:
+        """Forget an abandoned tenant that holds no extent."""
+        del self.extents.tenants[tenant.name]
+        for thing in (tenant.file, tenant.index.journal):
+            thing.close()
+            thing.unlink()
+        self.catalog.tenants = [entry for entry in self.catalog.tenants if entry.number != tenant.number]
+        self.catalog.namespaces = [entry for entry in self.catalog.namespaces if entry.tenant != tenant.number]
+        self._save()
+
     def account(self, namespace: str) -> Account:
         """The account of a Kubernetes namespace."""
         for account in self.accounts[1:]:

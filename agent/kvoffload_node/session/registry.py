@@ -77,7 +77,7 @@ class Registry:
             tenant = self.region.tenant_for(namespace, uid)
             pod = Pod(uid, namespace, name, predicted_layout, tenant, self.region.account(namespace))
             self.pods[uid] = pod
-        pod.detached = False
+        pod.detached = pod.tenant.is_abandoned = False
         return pod
 
     def remove_pod(self, uid: str) -> None:
@@ -277,7 +277,11 @@ class Registry:
                 del self.pods[uid]
                 self._refused = {entry for entry in self._refused if entry[0] != uid}
                 if self.region.spec.sharing is Sharing.POD:
-                    self.region.extents.abandon(pod.tenant)
+                    pod.tenant.is_abandoned = True
+        for tenant in [tenant for tenant in self.region.extents.tenants.values() if tenant.is_abandoned]:
+            self.region.extents.abandon(tenant)
+            if not tenant.positions:
+                self.region.remove_tenant(tenant)
 
     def _end_dead_sessions(self, engine: Engine) -> None:
         for session in list(engine.sessions.values()):
