@@ -32,7 +32,7 @@ from kvoffload.protocol.messages import AttachPod, Bind, Bound, DetachPod, Engin
 
 PAGE_BYTES = 2 << 20
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 
 
 @contextlib.contextmanager

@@ -14,11 +14,22 @@ from pathlib import Path
 import pytest
 
 from byte_engine import ByteEngine, key_of, unpack
-from daemon_process import DaemonProcess, TestEngine, hugetlb_mount, wait_until
-from kvoffload.errors import DaemonUnavailable, SessionRefused
+from daemon_process import DaemonProcess, TestEngine, connect, hugetlb_mount, wait_until
+from kvoffload.errors import SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.framing import pack_frame
-from kvoffload.protocol.messages import Bind, Drain, Generation, Hello, Lookup, Reserve, Reserved, Unpin
+from kvoffload.protocol.messages import (
+    Bind,
+    Drain,
+    Generation,
+    Hello,
+    Lookup,
+    Mapped,
+    Refused,
+    Reserve,
+    Reserved,
+    Unpin,
+)
 
 CAPACITY_BYTES = 16 << 20
 NUM_SLOTS = CAPACITY_BYTES // 65536
@@ -336,9 +347,16 @@ def test_a_refused_hello_says_why(folder: Path) -> None:
 
 
 def test_a_row_larger_than_an_extent_is_refused_with_both_numbers(folder: Path) -> None:
-    with start(folder, None) as daemon, pytest.raises(DaemonUnavailable):
-        TestEngine(daemon.attach("pod"), part_bytes=CAPACITY_BYTES)
-    assert "SlotTooLarge" in daemon.log
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        large = hello(role="worker", rank=0, part="all", part_bytes=CAPACITY_BYTES)
+        worker = connect(path, large)
+        worker.send(Mapped())
+        refused = worker.wait_for(Refused, 30)
+        assert refused.reason == "SlotTooLarge"
+        assert str(CAPACITY_BYTES) in refused.message
+        assert str(worker.welcome.extent_bytes) in refused.message
+        worker.close()
 
 
 def test_a_paused_pool_sends_engines_away_and_keeps_their_cache(folder: Path) -> None:
