@@ -346,6 +346,28 @@ def a_load_that_cannot_be_done_fails_and_its_keys_are_a_miss_from_then_on(socket
 
 
 @check
+def a_slot_with_wrong_bytes_is_dropped_for_every_engine_and_the_session_goes_on(socket_path: str) -> None:
+    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
+    try:
+        wrong, right = keys_of(550), keys_of(551)
+        engine.store("s", wrong + right, [0, 1])
+        wait_until(lambda: other.is_hit(wrong + right))
+        engine.prepare_load("l", wrong)
+        engine.step()
+        engine.manager.load_failed("l", bytes_are_wrong=True)
+        engine.manager.receives_finished(["l"])
+        wait_until(lambda: not other.is_hit(wrong))
+        session = engine.manager.link.session
+        assert engine.is_hit(right)
+        assert engine.manager.link.session is session
+        other.store("again", wrong, [0])
+        wait_until(lambda: other.is_hit(wrong))
+    finally:
+        engine.close()
+        other.close()
+
+
+@check
 def a_reset_forgets_what_this_engine_stored_and_keeps_what_others_stored(socket_path: str) -> None:
     one, other = ToyEngine(socket_path), ToyEngine(socket_path)
     try:
