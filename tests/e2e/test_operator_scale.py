@@ -35,6 +35,19 @@ KWOK = GoProgram(
 STAGES = """\
 apiVersion: kwok.x-k8s.io/v1alpha1
 kind: Stage
+metadata: {name: node-initialize}
+spec:
+  # kwok manages pods only where it has a stage for their nodes; ours are Ready when they are made
+  resourceRef: {apiGroup: v1, kind: Node}
+  selector:
+    matchExpressions:
+    - {key: '.status.conditions.[] | select( .type == "Ready" ) | .status', operator: NotIn, values: ["True"]}
+  next:
+    statusTemplate: |
+      phase: Running
+---
+apiVersion: kwok.x-k8s.io/v1alpha1
+kind: Stage
 metadata: {name: pod-ready}
 spec:
   resourceRef: {apiGroup: v1, kind: Pod}
