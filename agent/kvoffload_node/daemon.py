@@ -155,13 +155,16 @@ class Daemon:
         )
 
     async def _follow_file(self, path: Path) -> None:
+        seen = ""
         while True:
             try:
                 text = await asyncio.to_thread(path.read_text)
             except FileNotFoundError:
                 self._take_region(None)
                 return
-            self._take_spec(KVOffloadRegionSpec.model_validate(json.loads(text)))
+            if text != seen:
+                seen = text
+                self._take_spec(KVOffloadRegionSpec.model_validate(json.loads(text)))
             await asyncio.sleep(FILE_SECONDS)
 
     def _take_region(self, region: KVOffloadRegion | None) -> None:

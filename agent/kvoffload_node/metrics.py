@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = {
     "kvoffload_pool_capacity_bytes": "Bytes that the pool keeps on this node.",
-    "kvoffload_pool_used_bytes": "Bytes of slots that are ready or being written.",
+    "kvoffload_pool_used_bytes": "Bytes of slots that hold blocks; those reserved or being written are not counted.",
     "kvoffload_pool_free_bytes": "Bytes that can be stored to without evicting.",
     "kvoffload_hugepages": "Huge pages of the pool's size on the node.",
     "kvoffload_slots": "Slots by state.",

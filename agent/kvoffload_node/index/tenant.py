@@ -172,8 +172,19 @@ class TenantIndex:
         """
         self.clock.tick += 1
         offsets: list[int] = []
+        nothing_found = False
+
+        def find_once(before: int) -> Supply:
+            """Where the pool has nothing for the first slot of a message, it has nothing for the others."""
+            nonlocal nothing_found
+            if nothing_found:
+                return Supply.NONE
+            supply = find_extent(before)
+            nothing_found = supply is Supply.NONE
+            return supply
+
         while len(offsets) < count:
-            offset, why = self._take_slot(slab, account, find_extent)
+            offset, why = self._take_slot(slab, account, find_once)
             if offset is None:
                 return offsets, why
             account.used_bytes += slab.slot_bytes
@@ -425,6 +436,11 @@ class TenantIndex:
     def used_bytes(self) -> int:
         """Bytes of slots that are not FREE."""
         return sum((e.num_slots - len(e.free)) * e.slab.slot_bytes for e in self.extents.values())
+
+    @property
+    def writing_bytes(self) -> int:
+        """Bytes of slots that are reserved or being written."""
+        return sum(self.extents[offset // self.extent_bytes].slab.slot_bytes for offset in self.writes)
 
     @property
     def saved_bytes(self) -> int:

@@ -23,5 +23,5 @@ class Figures:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of slots that are ready or being written, of all tenants."""
+        """Bytes of slots that hold blocks, of all tenants."""
         return sum(self.used_by_tenant.values())

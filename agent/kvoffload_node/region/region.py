@@ -213,7 +213,8 @@ class Region:
     def figures(self) -> Figures:
         """Bytes and slots as they are now."""
         tenants = self.extents.tenants.values()
-        used = {tenant.name: tenant.index.used_bytes for tenant in tenants}
+        used = {tenant.name: tenant.index.used_bytes - tenant.index.writing_bytes for tenant in tenants}
+        writing = sum(tenant.index.writing_bytes for tenant in tenants)
         slots = dict.fromkeys(("free", "writing", "ready", "leased", "orphaned"), 0)
         evicted: dict[str, int] = {}
         for tenant in tenants:
@@ -231,7 +232,7 @@ class Region:
             capacity_bytes=capacity,
             allocated_bytes=self.extents.num_allocated * self.extent_bytes,
             used_by_tenant=used,
-            free_bytes=max(0, capacity - sum(used.values()) - waste),
+            free_bytes=max(0, capacity - sum(used.values()) - writing - waste),
             saved_bytes=sum(tenant.index.saved_bytes for tenant in tenants),
             waste_bytes=waste,
             slots=slots,
