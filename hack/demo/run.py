@@ -284,6 +284,7 @@ def read_figures(bench: Bench, prometheus: Prometheus) -> Figures:
         deduplicated_bytes=int(prometheus.value(f"kvoffload_deduplicated_bytes_total{{{NODE}}}")),
         cross_engine_hits=int(prometheus.value(f"kvoffload_cross_engine_hits_total{{{NODE}}}")),
         num_chunks=int(prometheus.value(f'sum(kvoffload_slots{{{NODE},state="ready"}})')),
+        num_ready_chunks=int(prometheus.value(f'sum(kvoffload_slots{{{NODE},state="ready"}})')),
         stored_bytes_per_rank=[by_rank[rank] for rank in sorted(by_rank)],
         layouts=[engine.get("confirmedLayout", "") for engine in region["status"]["engines"]],
     )
