@@ -50,8 +50,6 @@ class Figures:
     deduplicated_bytes: int
     cross_engine_hits: int
     num_chunks: int
-    """Ready, or reserved by an engine for what it stores next."""
-    num_ready_chunks: int
     stored_bytes_per_rank: list[int]
     layouts: list[str]
 
@@ -59,11 +57,6 @@ class Figures:
     def chunk_bytes(self) -> int:
         """Bytes that one chunk takes in the pool."""
         return self.used_bytes // self.num_chunks
-
-    @property
-    def ready_bytes(self) -> int:
-        """Bytes of the chunks that engines can load."""
-        return self.num_ready_chunks * self.chunk_bytes
 
     @property
     def capacity_chunks(self) -> int:
@@ -284,7 +277,6 @@ def read_figures(bench: Bench, prometheus: Prometheus) -> Figures:
         deduplicated_bytes=int(prometheus.value(f"kvoffload_deduplicated_bytes_total{{{NODE}}}")),
         cross_engine_hits=int(prometheus.value(f"kvoffload_cross_engine_hits_total{{{NODE}}}")),
         num_chunks=int(prometheus.value(f'sum(kvoffload_slots{{{NODE},state="ready"}})')),
-        num_ready_chunks=int(prometheus.value(f'sum(kvoffload_slots{{{NODE},state="ready"}})')),
         stored_bytes_per_rank=[by_rank[rank] for rank in sorted(by_rank)],
         layouts=[engine.get("confirmedLayout", "") for engine in region["status"]["engines"]],
     )

@@ -37,7 +37,7 @@ class Summary:
 
 _MEANINGS: Mapping[str, str] = {
     "pool_capacity_bytes": "huge pages that the pool keeps on the node",
-    "used_bytes": "held by cached chunks, and reserved by the engines for their next ones",
+    "used_bytes": "held by cached chunks after the prompts",
     "deduplicated_bytes": "not stored, since both ranks hold the same bytes",
     "cached_tokens_first_request_b": "of server B's first request, which it had never seen",
     "outputs_equal": "B's answers are those of A's warm requests, token for token",

@@ -55,9 +55,9 @@ def test_a_recreated_server_is_warm_at_once_with_the_same_outputs(demo_result):
 def test_one_copy_serves_both_ranks_and_each_rank_copied_half_of_it(demo_result):
     figures = demo_result.shared.figures
     assert demo_result.summary.replicated_layout
-    assert figures.num_ready_chunks > 0
-    assert figures.deduplicated_bytes == figures.ready_bytes
-    assert figures.stored_bytes_per_rank == [figures.ready_bytes // 2, figures.ready_bytes // 2]
+    assert figures.num_chunks > 0
+    assert figures.deduplicated_bytes == figures.used_bytes
+    assert figures.stored_bytes_per_rank == [figures.used_bytes // 2, figures.used_bytes // 2]
 
 
 def test_the_plain_layout_holds_half_as_many_chunks(demo_result):
