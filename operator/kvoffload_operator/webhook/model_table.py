@@ -5,6 +5,7 @@ data.
 that it registers. The table only spares the engine a guess: it decides by its real layers, and its answer holds.
 """
 
+import functools
 import re
 from enum import StrEnum
 
@@ -133,6 +134,7 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
+@functools.lru_cache(maxsize=1024)
 def architecture_of(model: str) -> str | None:
     """The architecture of a well-known model's name or path, None for any other."""
     name = model.rstrip("/").rpartition("/")[2]

@@ -4,6 +4,7 @@ A prediction is never trusted with bytes: `replicated` has to be confirmed by ev
 costs memory at most, `auto` leaves it to the engine. The reasons are the gate's own (`kvoffload.layout.gate`).
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -85,6 +86,7 @@ def find_refusal(facts: EngineFacts) -> Refusal | None:
     return None
 
 
+@functools.lru_cache(maxsize=1024)
 def image_version(image: str) -> tuple[int, int] | None:
     """vLLM's minor version as a tag of an image named vllm tells it, None if it does not."""
     name, _, tag = image.partition("@")[0].rpartition(":")

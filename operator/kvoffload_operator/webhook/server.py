@@ -77,6 +77,7 @@ class AdmissionServer:
     ) -> None:
         self._pools, self._namespaces = ObjectCache(kube, POOLS), ObjectCache(kube, NAMESPACES)
         self._operator_namespace = operator_namespace
+        self._specs: dict[str, tuple[str, KVOffloadPoolSpec]] = {}
         self._step_deadline_seconds = step_deadline_seconds
         self.is_draining = False
         """This replica is about to end: every answer closes its connection, so that callers turn to another replica."""
@@ -117,7 +118,8 @@ class AdmissionServer:
     async def mutate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Response to a pod's creation; always allows it."""
         try:
-            outcome = await asyncio.wait_for(self._decide(request), DECISION_SECONDS)
+            async with asyncio.timeout(DECISION_SECONDS):
+                outcome = await self._decide(request)
         except Exception as error:
             name = f"{request.get('namespace')}/{request.get('name') or '(generated)'}"
             logger.error("pod %s stays as it is: %s", name, error, exc_info=error)
@@ -141,8 +143,7 @@ class AdmissionServer:
     async def _decide(self, request: dict[str, Any]) -> Outcome:
         pod = request["object"]
         pool_name = pod["metadata"]["labels"][POOL_LABEL]
-        manifest = await self._pools.get(pool_name)
-        spec = KVOffloadPool.from_manifest(manifest).spec if manifest is not None else None
+        spec = self._parse(await self._pools.get(pool_name))
         labels: dict[str, str] = {}
         if spec is not None and spec.namespace_selector is not None:
             namespace = await self._namespaces.get(request["namespace"])
@@ -156,6 +157,16 @@ class AdmissionServer:
             step_deadline_seconds=self._step_deadline_seconds,
         )
         return inject(pod, facts)
+
+    def _parse(self, manifest: dict[str, Any] | None) -> KVOffloadPoolSpec | None:
+        """The pool's spec; parsed once for each version of the pool, not for each pod."""
+        if manifest is None:
+            return None
+        name, version = manifest["metadata"]["name"], manifest["metadata"].get("resourceVersion", "")
+        known = self._specs.get(name)
+        if known is None or known[0] != version:
+            known = self._specs[name] = version, KVOffloadPool.from_manifest(manifest).spec
+        return known[1]
 
     async def validate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Response to a pool's creation or change."""
