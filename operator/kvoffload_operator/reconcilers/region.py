@@ -79,6 +79,8 @@ def _differs(facts: NodeFacts, desired: KVOffloadRegionSpec) -> bool:
 
 
 def _node_ready(facts: NodeFacts, unfit: NodeViolation | None) -> Condition | None:
+    if facts.region is None and unfit is not None and unfit.state is NodeState.PENDING:
+        return None  # made a moment ago: what is said of it now would be outdated before it is read
     previous = facts.region.status.conditions if facts.region else ()
     condition = transition(
         previous,
