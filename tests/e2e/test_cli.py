@@ -102,7 +102,7 @@ def test_planned_bytes_are_those_of_the_running_engine(tools: ToolOutputs, demo_
     used = demo_result.shared.figures.used_bytes
     chunk = demo_result.shared.figures.chunk_bytes
     assert used % chunk == 0
-    arguments = ["--tp", "2", "--capacity", pool["spec"]["capacity"], "--kv-dtype", "float32", "-o", "json"]
+    arguments = ["--tp", "2", "--capacity", str(pool["spec"]["capacity"]), "--kv-dtype", "float32", "-o", "json"]
     kubernetes = demo_result.kubernetes
     per_token = run_plugin(kubernetes, "plan", "--model", str(ensure_model("tiny-deepseek")), *arguments).document
     block_tokens, rest = divmod(chunk, per_token["bytesPerToken"])
