@@ -35,8 +35,9 @@ from kvoffload_engine.slots import RegionSlots, SlotRow
 
 MAX_RETRIES = 2
 RETRY_STEPS = 25
-"""A request is deferred for so many deadlines at least (50 ms) before its look-up is a miss. An idle engine makes its
-two further steps in milliseconds, just when waiting costs nobody anything."""
+MAX_RETRY_SECONDS = 0.5
+"""A request is deferred for so many deadlines (50 ms of 2 ms each), but no longer than this, before its look-up is a
+miss. An idle engine makes its two further steps in milliseconds, just when waiting costs nobody anything."""
 MAX_BARRED_KEYS = 65536
 SHARED, PRIVATE = 0, 1
 NO_ROW = SlotRow(1, (0,) * MAX_RANKS, (1,) * MAX_RANKS, (0,) * MAX_RANKS)
@@ -71,7 +72,7 @@ class KVOffloadManager(OffloadingManager):
 
     def __init__(self, *, step_seconds: float = DEFAULT_STEP_SECONDS) -> None:
         self.link = DaemonLink(step_seconds=step_seconds, holdings=self._holdings)
-        self._retry_seconds = RETRY_STEPS * step_seconds
+        self._retry_seconds = min(MAX_RETRY_SECONDS, RETRY_STEPS * step_seconds)
         self.pageable = False
         """Whether a rank's device refused to register pages: then no rank uses registration."""
         self._requests: dict[str, RequestState] = {}

@@ -202,7 +202,7 @@ class Control:
 
 
 class Pool(Control):
-    """The real daemon's keeper: `kill`, `start`."""
+    """The real daemon's keeper: `kill`, `start`, `stop` (SIGSTOP), `continue`."""
 
 
 # --- the classes of this vLLM
@@ -413,6 +413,34 @@ def leased_slots_keep_their_bytes_while_another_engine_needs_their_space(socket_
     finally:
         engine.close()
         other.close()
+
+
+@check
+def a_stopped_daemon_costs_the_first_request_two_deadlines_and_the_others_nothing(
+    socket_path: str, pool: "Pool"
+) -> None:
+    engine = ToyEngine(socket_path, step_seconds=0.25)
+    try:
+        keys = keys_of(750)
+        wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
+        pool.say("stop")
+        waited = []
+        for index in range(6):
+            begin = time.monotonic()
+            name, wanted = f"r{index}", keys_of(760 + index)
+            while engine.look_up(name, wanted)[0] is LookupResult.RETRY:
+                engine.step()
+            output = engine.manager.prepare_store(wanted, ReqContext(req_id=name))
+            assert output is None or output.keys_to_store == []
+            engine.step()
+            engine.manager.on_request_finished(ReqContext(req_id=name))
+            waited.append(time.monotonic() - begin)
+        pool.say("continue")
+        assert statistics.median(waited[1:]) < 0.05, waited
+        assert waited[0] < 2.0, waited
+        wait_until(lambda: engine.is_hit(keys))
+    finally:
+        engine.close()
 
 
 @check

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -61,8 +62,14 @@ def pipes(folder: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def keep_pool(daemon: PoolDaemon, commands: BinaryIO, answers: BinaryIO) -> None:
     """Do what the checks say, until they say `end`."""
+    deeds = {
+        "kill": daemon.kill,
+        "start": daemon.start,
+        "stop": lambda: daemon.process.send_signal(signal.SIGSTOP),
+        "continue": lambda: daemon.process.send_signal(signal.SIGCONT),
+    }
     while (command := commands.readline().decode().strip()) != "end":
-        {"kill": daemon.kill, "start": daemon.start}[command]()
+        deeds[command]()
         answers.write(b"done\n")
 
 
