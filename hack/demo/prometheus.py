@@ -5,6 +5,7 @@ a file, which Prometheus watches.
 """
 
 import json
+import shutil
 import socket
 import subprocess
 import time
@@ -95,6 +96,7 @@ class Prometheus:
 def running_prometheus(kubernetes: Kubernetes, folder: Path) -> Iterator[Prometheus]:
     """Run Prometheus with its data in `folder` for as long as the block runs."""
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "data", ignore_errors=True)  # a query looks five minutes back: into another run's pods
     configuration, log = folder / "prometheus.yaml", folder / "prometheus.log"
     prometheus = Prometheus(kubernetes=kubernetes, targets=folder / "targets.json", log=log, port=_find_free_port())
     prometheus.write_targets()
