@@ -84,6 +84,14 @@ def hits(engine: ByteEngine, keys: list[bytes]) -> int:
     return count
 
 
+def not_ready(port: str) -> str:
+    """Why /readyz refuses."""
+    with pytest.raises(urllib.error.HTTPError) as answer:
+        urllib.request.urlopen(f"http://localhost:{port}/readyz")
+    with answer.value as refusal:
+        return refusal.read().decode()
+
+
 def scrape(daemon: DaemonProcess) -> str:
     port = daemon.log.rsplit("endpoints on port ", 1)[1].split()[0]
     with urllib.request.urlopen(f"http://localhost:{port}/metrics") as answer:
@@ -381,10 +389,7 @@ def test_a_pool_that_observes_touches_nothing(mount: Path, folder: Path) -> None
     with start(folder, mount, mode="Observe") as daemon:
         wait_until(lambda: "endpoints on port" in daemon.log)
         port = daemon.log.rsplit("endpoints on port ", 1)[1].split()[0]
-        with pytest.raises(urllib.error.HTTPError) as answer:
-            urllib.request.urlopen(f"http://localhost:{port}/readyz")
-        assert "observes" in answer.value.read().decode()
-        answer.value.close()
+        wait_until(lambda: "observes" in not_ready(port))
         assert os.statvfs(mount).f_bfree == before
         assert not (daemon.handoff / "attach.sock").exists()
 

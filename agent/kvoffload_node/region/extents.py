@@ -122,7 +122,8 @@ class ExtentPool:
                 self._wake.clear()
                 while self.surplus and self._begin_move(None, before=1 << 62, account=None):
                     pass
-                for tenant in list(self.tenants.values()):
+                # Whoever starves comes first: an extent that was taken back for it must not become another's headroom.
+                for tenant in sorted(self.tenants.values(), key=lambda tenant: tenant.starving is None):
                     while tenant.is_abandoned and tenant.index.spare:
                         self._move(tenant, tenant.index.spare.pop())
                     await self._provide(tenant)
@@ -182,16 +183,18 @@ class ExtentPool:
                 return False
             _, victim, extent = min(found, key=lambda entry: entry[0])
             victim.index.evict_extent(extent, "TenantMoved" if needy else "CapacityLowered")
-        self._move(victim, victim.index.spare.pop())
+        needs = None if needy is None or account is None else (needy, before, account)
+        self._move(victim, victim.index.spare.pop(), needs)
         return True
 
-    def _move(self, tenant: Tenant, position: int) -> None:
+    def _move(self, tenant: Tenant, position: int, needs: "tuple[Tenant, int, Account] | None" = None) -> None:
+        """Take an extent from a tenant, for the one that `needs` it (with what it asked for), or for nobody."""
         tenant.moving.add(position)
-        move = asyncio.get_running_loop().create_task(self._give_back(tenant, position))
+        move = asyncio.get_running_loop().create_task(self._give_back(tenant, position, needs))
         self._moves.add(move)
         move.add_done_callback(self._moves.discard)
 
-    async def _give_back(self, tenant: Tenant, position: int) -> None:
+    async def _give_back(self, tenant: Tenant, position: int, needs: "tuple[Tenant, int, Account] | None") -> None:
         """Return an extent that belongs to no slab and is no longer spare: revoke, then punch."""
         await self._revoke(tenant, [position])
         tenant.index.journal.extent(position, 0)
@@ -199,6 +202,9 @@ class ExtentPool:
         tenant.moving.discard(position)
         tenant.positions.discard(position)
         self._reserve_rest()
+        if needs is not None:
+            needy, before, account = needs
+            self._starve(needy, before, account)
         self.wake()
 
     def _reserve_rest(self) -> None:
