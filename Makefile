@@ -21,9 +21,19 @@ $(KVOFFLOAD_CACHE)/uv/bin/uv:
 	    { apt-get update -qq && apt-get install -qq -y python3-venv && python3 -m venv --clear $(KVOFFLOAD_CACHE)/uv; }
 	$(KVOFFLOAD_CACHE)/uv/bin/pip install --quiet uv==$(UV_VERSION)
 
-$(SYNCED): pyproject.toml uv.lock $(UV)
-	$(UV) sync --frozen --all-extras --quiet
+$(SYNCED): pyproject.toml requirements/dev.txt $(UV)
+	$(UV) venv --quiet --allow-existing .venv
+	$(UV) pip sync --quiet --python $(PYTHON) --require-hashes requirements/dev.txt
+	$(UV) pip install --quiet --python $(PYTHON) --no-deps --editable .
 	touch $@
+
+.PHONY: lock
+lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
+lock: COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate pyproject.toml
+lock: $(UV) ## pin every dependency anew, by version and hash (requirements/; no index is named there)
+	$(COMPILE) --upgrade --all-extras --group dev --output-file requirements/dev.txt
+	for part in operator node; do \
+	    $(COMPILE) --upgrade --extra $$part --constraint requirements/dev.txt --output-file requirements/$$part.txt; done
 
 # ---------------------------------------------------------------- see it work
 .PHONY: demo demo-down

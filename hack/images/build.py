@@ -12,7 +12,7 @@ from hack.images.base import BUILD, PYTHON, ensure_base_image
 from hack.images.storage import has_image, remove_other_tags, run_buildah
 from hack.shell import run
 
-CONTEXT = ("pyproject.toml", "uv.lock", "README.md", "LICENSE", "agent", "operator", ".dockerignore")
+CONTEXT = ("pyproject.toml", "requirements", "README.md", "LICENSE", "agent", "operator", ".dockerignore")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
