@@ -32,11 +32,12 @@ OTHER_NODE = "node-api-other"
 
 
 @pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
+def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     install_chart(control_plane)
     for name in (NODE, OTHER_NODE):
         control_plane.add_node(name)
-    return control_plane
+    yield control_plane
+    control_plane.kubectl("delete", "node", NODE, OTHER_NODE)  # other tests' pools would match them
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
