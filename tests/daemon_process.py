@@ -154,6 +154,8 @@ class DaemonProcess:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listening.bind(str(path))
         listening.listen(128)
+        if uid in self._listening:  # the pod came again; its old socket is of no use to anybody
+            self._listening.pop(uid)[1].close()
         self._listening[uid] = (AttachPod(uid, namespace, name or uid, predicted), listening)
         self._hand_over(uid)
         return path
