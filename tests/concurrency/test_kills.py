@@ -30,7 +30,7 @@ PROGRAM = [sys.executable, str(Path(__file__).with_name("daemon_with_kills.py"))
 
 @pytest.fixture(scope="module")
 def mount() -> Iterator[Path]:
-    with hugetlb_mount(CAPACITY_BYTES) as path:
+    with hugetlb_mount(4 * CAPACITY_BYTES) as path:
         yield path
 
 
