@@ -153,13 +153,14 @@ class ByteEngine:
         return [*self.workers, *([self.scheduler] if self.scheduler else [])]
 
     def close(self) -> None:
-        """Die: every session and lock is gone."""
+        """Die: every session, lock and mapping is gone; a mapping left in this process would keep the region's pages."""
         for session in self.sessions:
             session.close()
         for lock in self.locks:
             with contextlib.suppress(OSError):
                 os.close(lock)
         self.locks = []
+        self.regions = []  # the arrays are the mappings' only users
 
     def _await(self, wanted: "type[Message]", timeout_seconds: float = 10.0) -> "Message":
         assert self.scheduler is not None

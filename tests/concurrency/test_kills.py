@@ -30,9 +30,7 @@ PROGRAM = [sys.executable, str(Path(__file__).with_name("daemon_with_kills.py"))
 
 @pytest.fixture(scope="module")
 def mount() -> Iterator[Path]:
-    # More pages than the capacity: with just the capacity a restarted daemon was refused its reservation. Not yet known
-    # whether that is the test's leftovers or a fault of the daemon; until it is, this hides it.
-    with hugetlb_mount(4 * CAPACITY_BYTES) as path:
+    with hugetlb_mount(CAPACITY_BYTES) as path:
         yield path
 
 
@@ -165,7 +163,8 @@ def run(mount: Path, kills: list[str], seed: int) -> None:
         for number, kill in enumerate(kills):
             if number % ROUNDS_PER_POOL == 0:
                 if rounds:
-                    rounds.close()
+                    ended, rounds = rounds, None
+                    ended.close()
                 rounds = Rounds(mount, seed + number)
                 print(f"{number} of {len(kills)} rounds", flush=True)  # seen with -s, and where a round fails
             assert rounds is not None
