@@ -143,12 +143,14 @@ class DaemonProcess:
             **self.environment,
         }
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen([*self._program, "daemon"], env=environment, stdout=log, stderr=log)
+            # A test that is killed must not leave a daemon behind, which would keep the node's pages.
+            command = ["setpriv", "--pdeathsig", "KILL", *self._program, "daemon"]
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         for uid in list(self._listening):
             self._hand_over(uid)
 
     def attach(self, uid: str, *, namespace: str = "default", name: str = "", predicted: str = "auto") -> Path:
-        """Hand a pod over; returns the path of the socket that its engines connect to."""
+        """Hand a pod over, now or when the daemon starts; returns the path of the socket that its engines connect to."""
         path = self.folder / "pods" / f"{uid}.sock"
         path.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -157,7 +159,8 @@ class DaemonProcess:
         if uid in self._listening:  # the pod came again; its old socket is of no use to anybody
             self._listening.pop(uid)[1].close()
         self._listening[uid] = (AttachPod(uid, namespace, name or uid, predicted), listening)
-        self._hand_over(uid)
+        if self.process is not None:
+            self._hand_over(uid)
         return path
 
     def detach(self, uid: str) -> None:

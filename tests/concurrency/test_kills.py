@@ -41,14 +41,17 @@ class Rounds:
         self.random = random.Random(seed)
         self.folder = Path(tempfile.mkdtemp(prefix="kvo-kill-"))
         self.daemon = DaemonProcess(self.folder, capacity_bytes=CAPACITY_BYTES, mount=mount, program=PROGRAM)
-        self.daemon.start()
-        self.path = self.daemon.attach("pod")
         self.sealed: dict[bytes, None] = {}
         """Keys that were once seen READY, in order."""
         self.given_out = 0
         self.next_key = 0
-        self.first = ByteEngine(self.path, "first")
-        self.second = ByteEngine(self.path, "second")
+        path = self.daemon.attach("pod")
+        self.first = ByteEngine(path, "first")
+        self.second = ByteEngine(path, "second")
+
+    def begin(self) -> None:
+        """The first life of the daemon: both engines at work, then it is killed."""
+        self.daemon.start()
         self.first.connect()
         self.second.connect()
         self.first.wait_for_room(4)
@@ -166,6 +169,7 @@ def run(mount: Path, kills: list[str], seed: int) -> None:
                     ended, rounds = rounds, None
                     ended.close()
                 rounds = Rounds(mount, seed + number)
+                rounds.begin()
                 print(f"{number} of {len(kills)} rounds", flush=True)  # seen with -s, and where a round fails
             assert rounds is not None
             try:
