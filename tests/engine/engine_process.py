@@ -145,7 +145,9 @@ class EngineProcess:
                     text=True,
                     env=self._environment,
                     pass_fds=(writing,),
-                    start_new_session=True,
+                    # A group to be killed, but not a session: the kernel (6.18) groups tasks by session, and the workers'
+                    # busy waiting (sched_yield) then keeps every other session off the CPU, for up to 3 s at a time.
+                    process_group=0,
                 )
         finally:
             os.close(writing)

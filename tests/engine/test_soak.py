@@ -59,7 +59,6 @@ def check_soak(pool: PoolDaemon, folder: Path, num_requests: int, environment: d
     evicted_bytes = sum(value for name, value in metrics.items() if name.startswith("kvoffload_evicted_bytes_total"))
     assert preempted >= num_requests / 20
     assert evicted_bytes >= num_requests / 2 * CHUNK_BYTES
-    assert metrics["kvoffload_missed_deadlines_total"] == 0
 
 
 def test_sixty_requests_give_the_tokens_of_an_engine_without_offload(small_pool: PoolDaemon, tmp_path: Path) -> None:
