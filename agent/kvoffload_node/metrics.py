@@ -35,7 +35,8 @@ HELP = {
     "kvoffload_cross_engine_hits": "Hits on slots that another engine stored.",
     "kvoffload_evicted_bytes": "Bytes evicted, by reason.",
     "kvoffload_failed_transfers": "Loads and stores that engines say failed, by direction.",
-    "kvoffload_missed_deadlines": "Answers that engines say came too late.",
+    "kvoffload_scheduler_steps": "Scheduler steps that engines say they made.",
+    "kvoffload_missed_deadlines": "Of these, steps whose answer came too late.",
     "kvoffload_request_duration_seconds": "Time the daemon takes for one message.",
     "kvoffload_prefault_ratio": "Share of the capacity that has pages allocated.",
     "kvoffload_slab_waste_bytes": "Bytes at the ends of extents that hold no slot.",
@@ -97,6 +98,7 @@ class NodeCollector(Collector):
         yield _counter("kvoffload_loaded_bytes", {(): counters.loaded_bytes})
         yield _counter("kvoffload_deduplicated_bytes", {(): counters.deduplicated_bytes})
         yield _counter("kvoffload_cross_engine_hits", {(): counters.cross_engine_hits})
+        yield _counter("kvoffload_scheduler_steps", {(): counters.steps})
         yield _counter("kvoffload_missed_deadlines", {(): counters.missed_deadlines})
         yield _counter(
             "kvoffload_failed_transfers",

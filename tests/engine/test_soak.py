@@ -59,6 +59,9 @@ def check_soak(pool: PoolDaemon, folder: Path, num_requests: int, environment: d
     evicted_bytes = sum(value for name, value in metrics.items() if name.startswith("kvoffload_evicted_bytes_total"))
     assert preempted >= num_requests / 20
     assert evicted_bytes >= num_requests / 2 * CHUNK_BYTES
+    missed, steps = metrics["kvoffload_missed_deadlines_total"], metrics["kvoffload_scheduler_steps_total"]
+    assert steps >= num_requests
+    assert missed <= steps / 1000, "more than 0.1 % of the steps missed their deadline"
 
 
 def test_sixty_requests_give_the_tokens_of_an_engine_without_offload(small_pool: PoolDaemon, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class Counters:
     deduplicated_bytes: int = 0
     failed_loads: int = 0
     failed_stores: int = 0
+    steps: int = 0
     missed_deadlines: int = 0
     copied_by_rank: Counter[int] = field(default_factory=Counter)
     """Bytes that each rank says it copied into the region."""
@@ -102,6 +103,7 @@ class Traffic:
         counters.loaded_bytes += report.loaded_bytes
         counters.failed_loads += report.failed_loads
         counters.failed_stores += report.failed_stores
+        counters.steps += report.steps
         counters.missed_deadlines += report.missed_deadlines
         engine.note = report.note or engine.note
 
