@@ -54,14 +54,16 @@ lint: $(SYNCED) ## style, types, import contracts
 	.venv/bin/lint-imports
 
 test-unit: $(SYNCED) ## unit, property and concurrency tests (2 to 3 minutes)
-	$(PYTEST) -m "not long and not engine and not e2e and not gpu" tests
+	$(PYTEST) --numprocesses=2 -m "not long" tests/unit tests/property tests/chart
+	$(PYTEST) -m "not long" tests/concurrency
 
 test-engine: $(SYNCED) ## a real vLLM in processes, tensor parallel size 2
 	$(PYTHON) -m hack.vllm environment
-	$(PYTEST) -m "engine and not long" tests
+	$(PYTEST) -m "not long" tests/engine
 
 test-e2e: $(SYNCED) ## the steps of the demo and more, asserted on the real local cluster
-	$(PYTEST) -m "e2e and not long" tests
+	$(PYTEST) -m "cluster and not long" tests/e2e
+	$(PYTEST) --numprocesses=2 --dist=loadfile -m "e2e and not cluster and not long" tests/e2e
 
 test-gpu: $(SYNCED) ## byte equality and bandwidth on a CUDA device; skips with the reason where there is none
 	$(PYTEST) -m gpu tests/gpu

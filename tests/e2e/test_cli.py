@@ -15,7 +15,7 @@ from hack.demo.prometheus import running_prometheus
 from hack.demo.run import POOL
 from hack.vllm.models import ensure_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 TOO_LARGE = """\
 apiVersion: kvoffload.io/v1alpha1

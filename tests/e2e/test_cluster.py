@@ -11,7 +11,7 @@ import pytest
 from hack.cluster import lifecycle, machine, processes
 from hack.cluster.settings import ClusterSettings
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 # beside the cluster that the other tests use
 SETTINGS = ClusterSettings(name="kvo-t", node_subnet="172.30.9", pod_subnet="10.246.0", num_hugepages=4)

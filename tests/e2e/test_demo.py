@@ -7,7 +7,7 @@ import pytest
 
 from hack.demo.run import OUTPUT
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 MIB = 1 << 20
 SUMMARY_KEYS = {

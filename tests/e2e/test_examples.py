@@ -10,7 +10,7 @@ from fixtures.examples import CRDS, EXAMPLES, example_files, objects_in, pods_of
 from hack.demo.installation import delete_pool
 from hack.demo.kubernetes import Kubernetes
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 STUBS = ["leaderworkerset.yaml", "inferenceservice.yaml"]
 

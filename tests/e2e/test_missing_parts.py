@@ -10,7 +10,7 @@ from hack.demo.installation import NAMESPACE, delete_pool, describe_pool
 from hack.demo.kubernetes import condition_status
 from hack.demo.servers import demo_prompts, start_server, stop_server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 MIB = 1 << 20
 POD = """\
