@@ -153,7 +153,7 @@ class ByteEngine:
         return [*self.workers, *([self.scheduler] if self.scheduler else [])]
 
     def close(self) -> None:
-        """Die: every session, lock and mapping is gone; a mapping left in this process would keep the region's pages."""
+        """Die: every session, lock and mapping is gone (one left in this process would keep the region's pages)."""
         for session in self.sessions:
             session.close()
         for lock in self.locks:

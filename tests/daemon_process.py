@@ -150,7 +150,7 @@ class DaemonProcess:
             self._hand_over(uid)
 
     def attach(self, uid: str, *, namespace: str = "default", name: str = "", predicted: str = "auto") -> Path:
-        """Hand a pod over, now or when the daemon starts; returns the path of the socket that its engines connect to."""
+        """Hand a pod over, now or when the daemon starts; returns the socket that its engines connect to."""
         path = self.folder / "pods" / f"{uid}.sock"
         path.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

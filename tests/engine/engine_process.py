@@ -145,8 +145,8 @@ class EngineProcess:
                     text=True,
                     env=self._environment,
                     pass_fds=(writing,),
-                    # A group to be killed, but not a session: the kernel (6.18) groups tasks by session, and the workers'
-                    # busy waiting (sched_yield) then keeps every other session off the CPU, for up to 3 s at a time.
+                    # A group to be killed, but not a session: the kernel (6.18) groups tasks by session, and the
+                    # workers' busy waiting (sched_yield) then keeps other sessions off the CPU for up to 3 s at a time.
                     process_group=0,
                 )
         finally:
