@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from e2e.control_plane import control_plane as control_plane
+from e2e.daemon_pod import ContainerView, Roll, roll_under_load, view_containers
 from e2e.user_tools import ToolOutputs, use_tools
 from hack.cluster.settings import ClusterSettings
 from hack.demo import run as demo
@@ -41,10 +42,13 @@ def release(bench: Bench) -> Iterator[Bench]:
 
 @dataclass
 class DemoResult:
-    """What the demo's steps showed, and what server B answered once the region's pages were zeroed."""
+    """What the demo's steps showed, what its daemon's pod is and outlives, and what server B answered once the region's
+    pages were zeroed."""
 
     summary: Summary
     shared: SharedRun
+    containers: dict[str, ContainerView]
+    roll: Roll
     zeroed_b: list[tuple[int, ...]]
     zeroed_cached_tokens: list[int]
     tools: ToolOutputs | Exception
@@ -58,6 +62,8 @@ def demo_result(release: Bench) -> DemoResult:
     zeroed_b: list[tuple[int, ...]] = []
     cached: list[int] = []
     tools: list[ToolOutputs | Exception] = []
+    containers: dict[str, ContainerView] = {}
+    roll: list[Roll] = []
 
     def zero_and_ask(bench: Bench, prometheus: Prometheus) -> None:
         pods = [find_server(bench.kubernetes, name=name).pod["metadata"] for name in ("vllm-a", "vllm-b")]
@@ -65,6 +71,8 @@ def demo_result(release: Bench) -> DemoResult:
             tools.append(use_tools(bench.kubernetes, prometheus, [f"{pod['namespace']}/{pod['name']}" for pod in pods]))
         except Exception as error:  # noqa: BLE001 - the tests of the tools raise it; the demo's go on
             tools.append(error)
+        containers.update(view_containers(bench.kubernetes))
+        roll.append(roll_under_load(bench))
         zero_region_pages(demo.POOL)
         for answer in demo.ask(find_server(bench.kubernetes, name="vllm-b"), demo.demo_prompts()):
             zeroed_b.append(answer.text_tokens)
@@ -74,6 +82,8 @@ def demo_result(release: Bench) -> DemoResult:
     return DemoResult(
         summary=summary,
         shared=shared,
+        containers=containers,
+        roll=roll[0],
         zeroed_b=zeroed_b,
         zeroed_cached_tokens=cached,
         tools=tools[0],
