@@ -31,22 +31,24 @@ from kvoffload.protocol.framing import send_frame
 from kvoffload.protocol.messages import AttachPod, Bind, Bound, DetachPod, EngineReady, Hello, Mapped
 
 PAGE_BYTES = 2 << 20
-_NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+GIGANTIC_PAGE_BYTES = 1 << 30
+_HUGEPAGES = Path("/sys/kernel/mm/hugepages")
 _START_SECONDS = 120.0
 
 
 @contextlib.contextmanager
-def hugetlb_mount(num_bytes: int, *, limit: bool = False) -> Iterator[Path]:
-    """A hugetlbfs in a new folder, with so many bytes of 2 MiB pages added to the node and taken away after.
+def hugetlb_mount(num_bytes: int, *, limit: bool = False, page_bytes: int = PAGE_BYTES) -> Iterator[Path]:
+    """A hugetlbfs in a new folder, with so many bytes of huge pages added to the node and taken away after.
 
-    With `limit` the mount itself gives no more than that.
+    With `limit` the mount itself gives no more than that. Raises RuntimeError where the node has not so much memory in
+    one piece.
     """
-    num_pages = -(-num_bytes // PAGE_BYTES)
+    num_pages = -(-num_bytes // page_bytes)
     folder = Path(f"/run/kvoffload-test-{uuid.uuid4().hex[:12]}")
-    _add_pages(num_pages)
+    _add_pages(num_pages, page_bytes)
     try:
         folder.mkdir()
-        options = f"pagesize=2M,size={num_bytes}" if limit else "pagesize=2M"
+        options = f"pagesize={page_bytes >> 20}M" + (f",size={num_bytes}" if limit else "")
         subprocess.run(["mount", "-t", "hugetlbfs", "-o", options, "none", str(folder)], check=True)
         try:
             yield folder
@@ -54,19 +56,20 @@ def hugetlb_mount(num_bytes: int, *, limit: bool = False) -> Iterator[Path]:
             subprocess.run(["umount", "-l", str(folder)], check=True)
             folder.rmdir()
     finally:
-        _add_pages(-num_pages)
+        _add_pages(-num_pages, page_bytes)
 
 
-def _add_pages(num_pages: int) -> None:
+def _add_pages(num_pages: int, page_bytes: int) -> None:
     """Change the node's number of pages; other tests do the same at the same time, so only by the difference."""
+    total = _HUGEPAGES / f"hugepages-{page_bytes // 1024}kB" / "nr_hugepages"
     with Path("/tmp/kvoffload-nr-hugepages.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = int(_NR_HUGEPAGES.read_text())
-        _NR_HUGEPAGES.write_text(str(max(0, before + num_pages)))
-        after = int(_NR_HUGEPAGES.read_text())
+        before = int(total.read_text())
+        total.write_text(str(max(0, before + num_pages)))
+        after = int(total.read_text())
         if after < before + num_pages:
-            _NR_HUGEPAGES.write_text(str(before))
-            raise RuntimeError(f"the node gave {after - before} of {num_pages} huge pages")
+            total.write_text(str(before))
+            raise RuntimeError(f"the node gave {after - before} of {num_pages} huge pages of {page_bytes} bytes")
 
 
 class DaemonProcess:
