@@ -33,7 +33,7 @@ KUBECONFORM = GoProgram(
     binaries=("kubeconform",),
 )
 SCHEMA_LOCATION = "{{.Group}}-{{.ResourceAPIVersion}}-{{.ResourceKind}}.json"
-"""Name of a kind's schema as kubeconform spells it: the kind in small letters; the core group is `v1`, as its version."""
+"""Name of a kind's schema as kubeconform spells it: kind in small letters; the core group is `v1`, as its version."""
 
 _PROSE = ("default", "description", "example")
 
