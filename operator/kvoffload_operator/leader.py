@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvoffload.errors import KVOffloadError
-from kvoffload_operator.kube import LEASES, ApiServerError, KubeClient
+from kvoffload_operator.kube import DEPLOYMENTS, LEASES, ApiServerError, KubeClient
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class LeaseTimes:
 
 
 class Election:
-    """One candidate."""
+    """One candidate; the lease has the name of the candidates' Deployment."""
 
     def __init__(
         self,
@@ -122,8 +122,15 @@ class Election:
             "renewTime": stamp,
         }
         if lease is None:
+            # owned, so that it goes with the Deployment; and not made again by a replica that outlives it
+            deployment = await self._kube.get(DEPLOYMENTS, self._name, self._namespace)
+            if deployment is None:
+                logger.warning("Deployment %s/%s is not there: no lease is taken", self._namespace, self._name)
+                return None
+            owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": self._name}
+            references = [{**owner, "uid": deployment["metadata"]["uid"]}]
             manifest = {
-                "metadata": {"name": self._name, "namespace": self._namespace},
+                "metadata": {"name": self._name, "namespace": self._namespace, "ownerReferences": references},
                 "spec": {**spec, "acquireTime": stamp, "leaseTransitions": 0},
             }
             return await self._kube.create(LEASES, manifest, self._namespace)

@@ -33,8 +33,12 @@ def kubernetes(bench: Bench) -> Kubernetes:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What looks back on the whole run comes at its end."""
-    items.sort(key=lambda item: item.get_closest_marker("runs_last") is not None)
+    """What needs a cluster without the release comes before it, what looks back on the whole run at its end."""
+
+    def place(item: pytest.Item) -> int:
+        return bool(item.get_closest_marker("runs_last")) - bool(item.get_closest_marker("runs_first"))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_operator.kube import ApiServerError, Resource
+from kvoffload_operator.kube import DEPLOYMENTS, ApiServerError, Resource
 from kvoffload_operator.leader import Election, LeaseTimes, NotLeader
 
 TIMES = LeaseTimes(lease=10.0, renew_deadline=7.0, retry=1.5)
@@ -20,16 +20,17 @@ class Clock:
 
 
 class LeaseStore:
-    """One Lease with the API server's optimistic locking."""
+    """One Lease with the API server's optimistic locking, and the candidates' Deployment."""
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.is_reachable = True
+        self.deployment: dict[str, Any] | None = {"metadata": {"uid": "deployment-uid"}}
 
     async def get(self, resource: Resource, name: str, namespace: str = "") -> dict[str, Any] | None:
         self._check()
-        return copy.deepcopy(self.lease)
+        return copy.deepcopy(self.deployment if resource is DEPLOYMENTS else self.lease)
 
     async def create(self, resource: Resource, manifest: dict[str, Any], namespace: str = "") -> dict[str, Any]:
         self._check()
@@ -70,6 +71,18 @@ async def test_the_first_candidate_leads_and_the_second_waits() -> None:
     first.check()
     with pytest.raises(NotLeader):
         second.check()
+
+
+async def test_the_lease_goes_with_the_deployment_and_is_not_made_again_after_it() -> None:
+    store, clock = LeaseStore(), Clock()
+    first = candidate(store, "a", clock)
+    assert await attempt(first)
+    assert store.lease is not None
+    (owner,) = store.lease["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("Deployment", "l", "deployment-uid")
+    store.deployment = store.lease = None  # helm uninstalled, the API server collected the lease
+    assert not await attempt(first)
+    assert store.lease is None
 
 
 async def test_a_leader_that_renews_is_never_replaced() -> None:
