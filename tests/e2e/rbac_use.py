@@ -95,8 +95,9 @@ def account_of(event: Event, *, namespace: str) -> str | None:
 
 
 def is_refused(event: Event) -> bool:
-    """401 or 403, by authentication, by RBAC or by an admission policy."""
-    return event.get("responseStatus", {}).get("code") in (401, 403)
+    """By authentication, RBAC or an admission policy; a namespace that is being deleted takes nothing from anybody."""
+    answer = event.get("responseStatus", {})
+    return answer.get("code") in (401, 403) and "is being terminated" not in answer.get("message", "")
 
 
 def read_events(log: Path, *, namespace: str, since: float = 0.0) -> list[Event]:

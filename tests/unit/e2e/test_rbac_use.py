@@ -80,6 +80,16 @@ def test_what_was_refused_what_others_did_and_probes_are_no_use() -> None:
     assert len(find_refused(events, namespace=NAMESPACE)) == 1
 
 
+def test_a_namespace_that_is_being_deleted_refuses_nobody_for_want_of_a_right() -> None:
+    answer = {
+        "code": 403,
+        "message": "forbidden: unable to create new content in namespace x because it is being terminated",
+    }
+    ending = event("create", "events")
+    ending["responseStatus"] = answer
+    assert find_refused([ending], namespace=NAMESPACE) == []
+
+
 def test_a_log_is_read_from_a_moment_on_with_its_rotated_parts_and_without_a_half_line(tmp_path: Path) -> None:
     early, late = event("get"), event("list")
     late["requestReceivedTimestamp"] = "2020-11-29T11:00:00.000000Z"
