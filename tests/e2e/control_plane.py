@@ -32,7 +32,6 @@ apiVersion: audit.k8s.io/v1
 kind: Policy
 omitStages: [RequestReceived]
 rules:
-- {level: Metadata, userGroups: ["system:serviceaccounts:kvoffload-system"]}
 - {level: None, verbs: [get, list, watch]}
 - {level: Metadata}
 """
@@ -126,8 +125,6 @@ class ControlPlane:
         events = []
         for line in (self.folder / "audit.log").read_text().splitlines():
             event = json.loads(line)
-            if event["verb"] in ("get", "list", "watch"):
-                continue
             stamp = event["requestReceivedTimestamp"].rstrip("Z")
             at = time.mktime(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone + float("0." + stamp[20:])
             if at >= since and user in (event["user"]["username"] + " " + event.get("userAgent", "")):

@@ -34,7 +34,7 @@ from kvoffload.api.keys import DAEMON_NODE_LABEL_PREFIX, READY_NODE_LABEL_PREFIX
 from kvoffload.api.schema import build_crds
 from kvoffload_operator.webhook.certificates import make_certificate, utc_now
 
-pytestmark = [pytest.mark.e2e, pytest.mark.runs_first]
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.runs_first]
 
 POOL = "life"
 POOL_MANIFEST = f"""\
