@@ -54,6 +54,7 @@ lint: $(SYNCED) ## style, types, import contracts
 	.venv/bin/lint-imports
 
 test-unit: $(SYNCED) ## unit, property and concurrency tests (2 to 3 minutes)
+	$(PYTHON) -m hack.chart
 	$(PYTEST) --numprocesses=2 -m "not long" tests/unit tests/property tests/chart
 	$(PYTEST) -m "not long" tests/concurrency
 

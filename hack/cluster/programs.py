@@ -46,6 +46,8 @@ class GoProgram:
     flags: str = ""
     tags: str = ""
     replaces_staging: bool = False
+    replaces: str = ""
+    """A replacement that the module's own go.mod names: Go heeds only the main module's."""
 
     @property
     def folder(self) -> Path:
@@ -107,11 +109,22 @@ def ensure_programs(log: Path) -> list[Path]:
     """Build what the cache lacks and return the paths of all programs, the pause program last."""
     paths = []
     for program in PROGRAMS:
-        if not program.is_built:
-            with step(f"Building {program.name} {program.version} from its Go module (log: {log})"):
-                build_program(program, log=log)
+        ensure_program(program, log=log)
         paths += [program.folder / binary for binary in program.binaries]
     return [*paths, _ensure_pause(log)]
+
+
+def ensure_program(program: GoProgram, *, log: Path) -> None:
+    """Build one program if the cache lacks it."""
+    if not program.is_built:
+        with step(f"Building {program.name} {program.version} from its Go module (log: {log})"):
+            build_program(program, log=log)
+
+
+def download_module(module: str, version: str) -> Path:
+    """Return the folder of a Go module's source, downloaded once into Go's own cache."""
+    downloaded = json.loads(run([_require_go(), "mod", "download", "-json", f"{module}@v{version}"]))
+    return Path(downloaded["Dir"])
 
 
 def build_program(program: GoProgram, *, log: Path) -> None:
@@ -122,7 +135,9 @@ def build_program(program: GoProgram, *, log: Path) -> None:
         source = target / "src"
         source.mkdir()
         (source / "go.mod").write_text("module programs\n")
-        replaces = _staging_replaces(program, go=go, source=source) if program.replaces_staging else ""
+        replaces = _staging_replaces(program) if program.replaces_staging else ""
+        if program.replaces:
+            replaces += f"\nreplace {program.replaces}\n"
         (source / "go.mod").write_text(
             f"module programs\n\ngo {GO_DIRECTIVE}\n\nrequire {program.module} v{program.version}\n{replaces}"
         )
@@ -140,10 +155,9 @@ def build_program(program: GoProgram, *, log: Path) -> None:
         shutil.rmtree(source)
 
 
-def _staging_replaces(program: GoProgram, *, go: str, source: Path) -> str:
+def _staging_replaces(program: GoProgram) -> str:
     """Kubernetes replaces its staging modules by folders of its own; each is also published as v0.MINOR.PATCH."""
-    downloaded = json.loads(run([go, "mod", "download", "-json", f"{program.module}@v{program.version}"], cwd=source))
-    text = (Path(downloaded["Dir"]) / "go.mod").read_text()
+    text = (download_module(program.module, program.version) / "go.mod").read_text()
     published = f"v0.{program.version.split('.', 1)[1]}"
     staged = re.findall(r"^\s+(k8s\.io/[a-z-]+) => \./staging", text, flags=re.MULTILINE)
     return "\nreplace (\n" + "".join(f"\t{name} => {name} {published}\n" for name in staged) + ")\n"

@@ -1,5 +1,6 @@
 """Install the chart and make pools on the local cluster; read what they say of themselves."""
 
+from pathlib import Path
 from typing import Any
 
 from hack.cache import REPOSITORY
@@ -13,7 +14,14 @@ CHART = REPOSITORY / "charts" / "kvoffload"
 DAEMON_SELECTOR = "kvoffload.io/daemon-of"
 
 
-def install_chart(kubernetes: Kubernetes, images: BuiltImages, *values: str) -> None:
+def install_chart(
+    kubernetes: Kubernetes,
+    images: BuiltImages,
+    *values: str,
+    release: str = RELEASE,
+    namespace: str = NAMESPACE,
+    chart: Path = CHART,
+) -> None:
     """Install or upgrade the chart with our images; returns when operator and webhook are ready."""
     chosen = [
         f"image.operator.repository={OPERATOR.repository}",
@@ -31,17 +39,17 @@ def install_chart(kubernetes: Kubernetes, images: BuiltImages, *values: str) -> 
     sets += [argument for value in chosen for argument in ("--set", value)]
     try:
         kubernetes.helm(
-            "upgrade", "--install", RELEASE, CHART, f"--namespace={NAMESPACE}", "--create-namespace", "--wait",
+            "upgrade", "--install", release, chart, f"--namespace={namespace}", "--create-namespace", "--wait",
             "--timeout=120s", *sets,
         )  # fmt: skip
     except StepError as failure:
-        pods = kubernetes.describe_pods(namespace=NAMESPACE, selector="app.kubernetes.io/name=kvoffload")
+        pods = kubernetes.describe_pods(namespace=namespace, selector="app.kubernetes.io/name=kvoffload")
         raise StepError(f"{failure}\n{pods}", log=kubernetes.settings.logs / "pods") from None
 
 
-def uninstall_chart(kubernetes: Kubernetes) -> None:
+def uninstall_chart(kubernetes: Kubernetes, *, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
     """Remove the release if it is there."""
-    kubernetes.helm("uninstall", RELEASE, f"--namespace={NAMESPACE}", "--ignore-not-found", "--wait", "--timeout=120s")
+    kubernetes.helm("uninstall", release, f"--namespace={namespace}", "--ignore-not-found", "--wait", "--timeout=120s")
 
 
 def create_pool(kubernetes: Kubernetes, manifest: str, *, name: str) -> dict[str, Any]:
@@ -65,11 +73,11 @@ def create_pool(kubernetes: Kubernetes, manifest: str, *, name: str) -> dict[str
     return kubernetes.get("kvpool", name)
 
 
-def delete_pool(kubernetes: Kubernetes, *, name: str) -> None:
+def delete_pool(kubernetes: Kubernetes, *, name: str, namespace: str = NAMESPACE) -> None:
     """Delete a pool and wait until its daemons are gone, and with them its pages."""
     kubernetes.delete("kvpool", name)
     kubernetes.kubectl(
-        "wait", "--for=delete", "pods", f"--selector={DAEMON_SELECTOR}={name}", f"--namespace={NAMESPACE}",
+        "wait", "--for=delete", "pods", f"--selector={DAEMON_SELECTOR}={name}", f"--namespace={namespace}",
         "--timeout=90s",
     )  # fmt: skip
 

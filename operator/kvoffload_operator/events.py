@@ -104,7 +104,8 @@ class EventRecorder:
         try:
             await self._kube.create(EVENTS, manifest, namespace)
         except ApiServerError as error:
-            if not (error.is_conflict or error.is_not_found):  # there already, or its namespace is going
+            # there already, or its namespace is going or gone
+            if not (error.is_conflict or error.is_not_found or error.is_namespace_ending):
                 raise
         if len(self._written) > 100_000:
             self._written.clear()  # the API server still refuses duplicates

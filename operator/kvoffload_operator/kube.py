@@ -89,6 +89,11 @@ class ApiServerError(KVOffloadError):
         """409: changed in between, exists already, or another field manager owns it."""
         return self.status == 409
 
+    @property
+    def is_namespace_ending(self) -> bool:
+        """403, though not for want of a right: nothing new is made in a namespace that is being deleted."""
+        return self.status == 403 and "is being terminated" in str(self)
+
 
 class KubeClient:
     """A connection to the API server."""

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvoffload.errors import KVOffloadError
-from kvoffload_operator.kube import LEASES, ApiServerError, KubeClient
+from kvoffload_operator.kube import DEPLOYMENTS, LEASES, ApiServerError, KubeClient
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class LeaseTimes:
 
 
 class Election:
-    """One candidate."""
+    """One candidate; the lease has the name of the candidates' Deployment."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Election:
         self._kube, self._clock, self._times = kube, clock, times
         self._name, self._namespace, self._identity = name, namespace, identity
         self._seen_version = ""
-        self._seen_at = 0.0
+        self._seen_at = float("-inf")
         self._writes_until = float("-inf")
 
     @property
@@ -122,8 +122,13 @@ class Election:
             "renewTime": stamp,
         }
         if lease is None:
+            if self._seen_version and not self.is_leader:  # deleted under its holder, who writes until its deadline
+                self._seen_version, self._seen_at = "", now
+            owners = await self._find_owners()
+            if not owners or now - self._seen_at < self._times.lease:
+                return None
             manifest = {
-                "metadata": {"name": self._name, "namespace": self._namespace},
+                "metadata": {"name": self._name, "namespace": self._namespace, "ownerReferences": owners},
                 "spec": {**spec, "acquireTime": stamp, "leaseTransitions": 0},
             }
             return await self._kube.create(LEASES, manifest, self._namespace)
@@ -140,9 +145,22 @@ class Election:
                 return None
         if holder and now - self._seen_at < self._times.lease:
             return None
+        owners = await self._find_owners()
+        if not owners:
+            return None
+        lease["metadata"]["ownerReferences"] = owners
         transitions = before.get("leaseTransitions", 0) + 1
         lease["spec"] = {**before, **spec, "acquireTime": stamp, "leaseTransitions": transitions}
         return await self._kube.replace(LEASES, lease, self._namespace)
+
+    async def _find_owners(self) -> list[dict[str, str]]:
+        """The candidates' Deployment: the lease goes with it, and is not made again by a replica that outlives it."""
+        deployment = await self._kube.get(DEPLOYMENTS, self._name, self._namespace)
+        if deployment is None:
+            logger.warning("Deployment %s/%s is not there: no lease is taken", self._namespace, self._name)
+            return []
+        owner = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self._name}
+        return [{**owner, "uid": deployment["metadata"]["uid"]}]
 
 
 class LeaseKeeper:

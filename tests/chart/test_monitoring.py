@@ -7,19 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from hack.cache import REPOSITORY, cache_root
+from hack.cache import REPOSITORY
 from hack.docs import dashboard
 
 CHART = REPOSITORY / "charts" / "kvoffload"
 SWITCHES = ("podMonitor", "prometheusRule", "dashboard")
-
-
-@pytest.fixture(scope="module")
-def helm() -> str:
-    found = sorted((cache_root() / "programs").glob("helm-*/helm"))
-    if not found:
-        pytest.skip("needs helm: `make cluster-up` builds it")
-    return str(found[-1])
 
 
 def render(helm: str, *values: str) -> dict[str, list[dict[str, Any]]]:

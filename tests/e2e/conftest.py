@@ -1,5 +1,6 @@
 """Fixtures on the real local cluster: it is brought up, or a running one is used, and left running afterwards."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,8 +32,23 @@ def kubernetes(bench: Bench) -> Kubernetes:
     return bench.kubernetes
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a cluster without the release comes before it, what looks back on the whole run at its end."""
+
+    def place(item: pytest.Item) -> int:
+        return bool(item.get_closest_marker("runs_last")) - bool(item.get_closest_marker("runs_first"))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
-def release(bench: Bench) -> Iterator[Bench]:
+def release_asked_at(bench: Bench) -> float:
+    """When this run began to use the chart, seconds since the epoch."""
+    return time.time()
+
+
+@pytest.fixture(scope="session")
+def release(bench: Bench, release_asked_at: float) -> Iterator[Bench]:
     """The chart installed; what the tests made is removed at the end."""
     demo.remove_leftovers(bench)
     install_chart(bench.kubernetes, bench.images)

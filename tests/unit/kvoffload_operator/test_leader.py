@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_operator.kube import ApiServerError, Resource
+from kvoffload_operator.kube import DEPLOYMENTS, ApiServerError, Resource
 from kvoffload_operator.leader import Election, LeaseTimes, NotLeader
 
 TIMES = LeaseTimes(lease=10.0, renew_deadline=7.0, retry=1.5)
@@ -20,16 +20,17 @@ class Clock:
 
 
 class LeaseStore:
-    """One Lease with the API server's optimistic locking."""
+    """One Lease with the API server's optimistic locking, and the candidates' Deployment."""
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.is_reachable = True
+        self.deployment: dict[str, Any] | None = {"metadata": {"uid": "deployment-uid"}}
 
     async def get(self, resource: Resource, name: str, namespace: str = "") -> dict[str, Any] | None:
         self._check()
-        return copy.deepcopy(self.lease)
+        return copy.deepcopy(self.deployment if resource is DEPLOYMENTS else self.lease)
 
     async def create(self, resource: Resource, manifest: dict[str, Any], namespace: str = "") -> dict[str, Any]:
         self._check()
@@ -70,6 +71,50 @@ async def test_the_first_candidate_leads_and_the_second_waits() -> None:
     first.check()
     with pytest.raises(NotLeader):
         second.check()
+
+
+async def test_the_lease_goes_with_the_deployment_and_is_not_made_again_after_it() -> None:
+    store, clock = LeaseStore(), Clock()
+    first = candidate(store, "a", clock)
+    assert await attempt(first)
+    assert store.lease is not None
+    (owner,) = store.lease["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("Deployment", "l", "deployment-uid")
+    store.deployment = store.lease = None  # helm uninstalled, the API server collected the lease
+    assert not await attempt(first)
+    assert store.lease is None
+
+
+async def test_a_lease_of_a_deployment_that_was_made_anew_goes_over_to_it() -> None:
+    store, clock = LeaseStore(), Clock()
+    before, after = candidate(store, "a", clock), candidate(store, "b", clock)
+    assert await attempt(before)
+    await before.release()
+    store.deployment = {"metadata": {"uid": "another-uid"}}
+    assert await attempt(after)
+    assert store.lease is not None
+    assert [owner["uid"] for owner in store.lease["metadata"]["ownerReferences"]] == ["another-uid"]
+
+
+async def test_a_lease_that_is_deleted_under_its_leader_is_no_other_s_before_the_leader_s_time_is_over() -> None:
+    store, clock = LeaseStore(), Clock()
+    first, second = candidate(store, "a", clock), candidate(store, "b", clock)
+    assert await attempt(first)
+    assert not await attempt(second)
+    for _ in range(8):  # the second is slow and sees none of these
+        clock.now += 1.5
+        assert await attempt(first)
+    store.lease = None
+    both = []
+    taken_after = None
+    for tick in range(200):  # the first does nothing from now on, as a stopped process
+        if taken_after is None and await attempt(second):
+            taken_after = tick / 10
+        both.append(first.is_leader and second.is_leader)
+        clock.now += 0.1
+    assert not any(both)
+    assert taken_after is not None
+    assert taken_after <= 15.0
 
 
 async def test_a_leader_that_renews_is_never_replaced() -> None:
