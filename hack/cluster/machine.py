@@ -22,6 +22,7 @@ from hack.shell import is_successful, run
 HUGEPAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 HUGETLBFS = Path("/dev/hugepages")
 NODE_STATE = Path("/var/lib/kvoffload")  # where the chart keeps the daemons' state on a node
+MANAGED_MOUNTS = NODE_STATE / "mounts"  # and pools with `hugetlbfsMount: Managed` make their mounts
 CGROUPS = Path("/sys/fs/cgroup")
 NAMESPACES = Path("/run/netns")
 CPU_SHARES = "8192"  # of eight processes: all pods together would otherwise weigh as much as one process outside
@@ -82,6 +83,11 @@ def ensure_mounts(settings: ClusterSettings, record: MachineRecord) -> None:
     if not NODE_STATE.exists() and str(NODE_STATE) not in record.folders:
         record.folders.append(str(NODE_STATE))
         record.write(settings.run)
+    if MANAGED_MOUNTS not in read_mount_points():
+        # mounts made by a pool's init container reach the node, as they do where systemd makes the root shared
+        MANAGED_MOUNTS.mkdir(parents=True, exist_ok=True)
+        _mount(["--bind", str(MANAGED_MOUNTS)], MANAGED_MOUNTS, settings, record)
+        run(["mount", "--make-shared", MANAGED_MOUNTS])
 
 
 def release_regions(settings: ClusterSettings, record: MachineRecord) -> None:

@@ -100,7 +100,10 @@ class Kubernetes:
         try:
             return self.kubectl(*arguments, "--previous")
         except StepError:
-            return self.kubectl(*arguments)
+            try:
+                return self.kubectl(*arguments)
+            except StepError as failure:
+                return str(failure)  # no container of it has started yet: the pod's state and events say why
 
     def describe_pods(self, *, namespace: str, selector: str) -> str:
         """Return the state of pods that do not become ready, and the last warnings about them."""
