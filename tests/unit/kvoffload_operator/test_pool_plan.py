@@ -149,7 +149,7 @@ def test_a_node_short_of_pages_is_left_out_and_told_what_to_run() -> None:
         observe_node(node_manifest("a", labels=READY)),
         observe_node(node_manifest("b", pages="512Mi", labels=RUN)),
     )
-    pods = {"a": ObservedDaemonPod("d", "a", True, NOW, "")}
+    pods = {"a": ObservedDaemonPod("d", "a", True, "")}
     plan = plan_pool(facts(nodes=nodes, regions={"a": serving("a")}, daemon_pods=pods), OPTIONS)
     (short,) = [node for node in plan.nodes if node.node == "b"]
     assert short.labels == {"daemon.kvoffload.io/main": None}
@@ -206,9 +206,9 @@ def test_regions_and_labels_of_nodes_that_no_longer_match_go() -> None:
     ("pod", "state", "reason"),
     [
         (None, "pending", "DaemonPending"),
-        (ObservedDaemonPod("d", "a", False, None, "Unschedulable: 0/1 nodes"), "pending", "DaemonPending"),
-        (ObservedDaemonPod("d", "a", True, None, "container daemon: CrashLoopBackOff: x"), "failing", "DaemonFailing"),
-        (ObservedDaemonPod("d", "a", True, NOW, ""), "ready", None),
+        (ObservedDaemonPod("d", "a", False, "Unschedulable: 0/1 nodes"), "pending", "DaemonPending"),
+        (ObservedDaemonPod("d", "a", True, "container daemon: CrashLoopBackOff: x"), "failing", "DaemonFailing"),
+        (ObservedDaemonPod("d", "a", True, ""), "ready", None),
     ],
 )
 def test_the_daemon_s_pod_decides_where_not_all_are_available(
