@@ -113,11 +113,12 @@ class KubeClient:
         cls,
         *,
         user_agent: str,
+        kubeconfig: str | None = None,
         timeout_seconds: float = 10.0,
         attempts: int = 4,
         connections: int = 32,
     ) -> "KubeClient":
-        """By the pod's service account, or by KUBECONFIG's where there is none.
+        """By the pod's service account, or by a kubeconfig (KUBECONFIG's unless one is given) where there is none.
 
         `user_agent` is what audit logs see.
         """
@@ -125,7 +126,7 @@ class KubeClient:
         try:
             config.load_incluster_config(client_configuration=configuration)
         except config.ConfigException:
-            await config.load_kube_config(client_configuration=configuration)
+            await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
         configuration.connection_pool_maxsize = connections
         api = client.ApiClient(configuration=configuration)
         return cls(api, user_agent=user_agent, timeout_seconds=timeout_seconds, attempts=attempts)
