@@ -153,7 +153,7 @@ class KVOffloadManager(OffloadingManager):
     # --- vLLM's interface -------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """VLLM's default policy: store what was computed, skip what was loaded."""
+        """vLLM's default policy: store what was computed, skip what was loaded."""
         self._requests.setdefault(req_context.req_id, RequestState())
         return RequestOffloadingContext()
 
