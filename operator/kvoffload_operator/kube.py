@@ -187,10 +187,10 @@ class KubeClient:
         return await self._write("PATCH", path, query=query, body=body, content_type=APPLY)
 
     async def merge_patch(
-        self, resource: Resource, name: str, patch: Mapping[str, Any], *, namespace: str = ""
+        self, resource: Resource, name: str, patch: Mapping[str, Any], *, namespace: str = "", subresource: str = ""
     ) -> Manifest:
         """JSON merge patch of whole values."""
-        path = resource.path(name=name, namespace=namespace)
+        path = resource.path(name=name, namespace=namespace, subresource=subresource)
         return await self._write("PATCH", path, body=patch, content_type=MERGE)
 
     async def create(self, resource: Resource, manifest: Mapping[str, Any], namespace: str = "") -> Manifest:

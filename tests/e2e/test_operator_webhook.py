@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from cryptography import x509
 
 from e2e.control_plane import (
     NAMESPACE,
@@ -259,7 +260,6 @@ class Load:
     num_injected: int = 0
     num_missed: int = 0
     num_failed: int = 0
-    durations: list[float] | None = None
 
 
 async def create_many(plane: ControlPlane, load: Load, *, until: asyncio.Event, at_least: int, parallel: int) -> None:
@@ -287,8 +287,6 @@ async def create_many(plane: ControlPlane, load: Load, *, until: asyncio.Event, 
 
 def served_serial(replica: Replica) -> int:
     """Serial number of the certificate that a replica serves now."""
-    from cryptography import x509
-
     pem = ssl.get_server_certificate((host_address(), replica.port), timeout=10)
     return x509.load_pem_x509_certificate(pem.encode()).serial_number
 

@@ -1,8 +1,8 @@
 """Checks of our manager, workers and connector against the real classes of one vLLM, without a model. No pytest here.
 
-Runs under the Python of a vLLM environment: `python no_model_checks.py KIND SOCKET FOLDER [NAME ...]` prints one JSON
-object, {check: "ok" or the traceback}. SOCKET is a daemon's. KIND names the checks, by the parameter that they take
-beside it: `plain` (none), `pool` (the real daemon's keeper), `control` (the scripted daemon); the last two are spoken to
+Runs under the Python of a vLLM environment: `python no_model_checks.py KIND SOCKET FOLDER [NAME ...]` prints one
+JSON object, {check: "ok" or the traceback}. SOCKET is a daemon's. KIND names the checks, by what they take beside it:
+`plain` (nothing), `pool` (the real daemon's keeper), `control` (the scripted daemon); the last two are spoken to
 through named pipes in FOLDER.
 """
 
