@@ -32,10 +32,10 @@ from kvoffload.errors import KVOffloadError
 from kvoffload.layout.gate import LayoutDecision
 from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine import compat
+from kvoffload_engine.environment import SOCKET_VARIABLE
 from kvoffload_engine.facts import WorkerFacts, observe_worker
 from kvoffload_engine.log import logger
 from kvoffload_engine.manager import KVOffloadManager
-from kvoffload_engine.plugin import SOCKET_VARIABLE
 from kvoffload_engine.transfer.checksums import PageChecksums
 from kvoffload_engine.worker import KVOffloadWorker
 

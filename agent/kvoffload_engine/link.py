@@ -42,10 +42,10 @@ from kvoffload.protocol.messages import (
     Reserved,
     Unpin,
 )
+from kvoffload_engine.environment import DEADLINE_VARIABLE
 from kvoffload_engine.log import logger
 from kvoffload_engine.slots import SlotRow
 
-DEADLINE_VARIABLE = "KVOFFLOAD_STEP_DEADLINE_SECONDS"
 DEFAULT_STEP_SECONDS = 0.002
 MAX_STEP_SECONDS = 1.0
 MAX_MISSED_STEPS = 2

@@ -24,10 +24,9 @@ from typing import Any
 
 from kvoffload import __version__
 from kvoffload.errors import KVOffloadError, UnsupportedEngine
+from kvoffload_engine.environment import DECISION_VARIABLE, POOL_VARIABLE, SOCKET_VARIABLE
 from kvoffload_engine.log import logger
 
-SOCKET_VARIABLE = "KVOFFLOAD_SOCKET"
-DECISION_VARIABLE = "KVOFFLOAD_DECISION"
 CONNECTOR = "KVOffloadConnector"
 CONNECTOR_MODULE = "kvoffload_engine.connector"
 SPEC = "KVOffloadSpec"
@@ -158,7 +157,7 @@ def build_with_connector(
     logger.info(
         "kvoffload %s: this engine offloads its KV cache to pool %s%s",
         __version__,
-        os.environ.get("KVOFFLOAD_POOL", "(unnamed)"),
+        os.environ.get(POOL_VARIABLE, "(unnamed)"),
         f" ({decision.message})" if decision.message else "",
     )
     return config

@@ -1,6 +1,7 @@
 """Names of labels, annotations and environment variables, and the closed set of skip reasons.
 
-Imported by the operator, the webhook, the node daemon and the command line; each name is written here and nowhere else.
+Imported by the operator, the webhook, the node daemon and the command line; each name is written here, and again only
+in the engine, which may not load this package (`kvoffload_engine.environment`; a test holds the two together).
 """
 
 from enum import StrEnum

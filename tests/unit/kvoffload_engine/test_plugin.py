@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvoffload_engine import compat, plugin
+from kvoffload_engine.environment import DECISION_VARIABLE
 
 
 @dataclass
@@ -55,8 +56,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> type[StubArgs]:
     monkeypatch.setattr(compat, "require_names", lambda: None)
     monkeypatch.setenv("KVOFFLOAD_SOCKET", str(tmp_path / "nobody.sock"))
     # Set and deleted, so that what the plugin remembers there is undone after the test.
-    monkeypatch.setenv(plugin.DECISION_VARIABLE, "")
-    monkeypatch.delenv(plugin.DECISION_VARIABLE)
+    monkeypatch.setenv(DECISION_VARIABLE, "")
+    monkeypatch.delenv(DECISION_VARIABLE)
     return args
 
 
@@ -93,7 +94,7 @@ def test_processes_that_come_later_take_the_same_decision_and_engine_id(stub: ty
 
 def test_a_remembered_refusal_holds_for_later_processes(stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = {"attach": False, "reason": "X", "message": "", "engine_id": "", "model": "stub"}
-    monkeypatch.setenv(plugin.DECISION_VARIABLE, json.dumps(refusal))
+    monkeypatch.setenv(DECISION_VARIABLE, json.dumps(refusal))
     plugin.register()
     assert stub().create_engine_config().kv_transfer_config is None
 
@@ -102,7 +103,7 @@ def test_another_model_of_the_same_process_gets_a_decision_of_its_own(
     stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = {"attach": False, "reason": "X", "message": "", "engine_id": "", "model": "an encoder"}
-    monkeypatch.setenv(plugin.DECISION_VARIABLE, json.dumps(refusal))
+    monkeypatch.setenv(DECISION_VARIABLE, json.dumps(refusal))
     plugin.register()
     assert stub().create_engine_config().kv_transfer_config is not None
 
