@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,9 @@ class ControlPlane:
         events = []
         for line in (self.folder / "audit.log").read_text().splitlines():
             event = json.loads(line)
-            if received_at(event) >= since and user in (event["user"]["username"] + " " + event.get("userAgent", "")):
+            stamp = event["requestReceivedTimestamp"].rstrip("Z")
+            at = time.mktime(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone + float("0." + stamp[20:])
+            if at >= since and user in (event["user"]["username"] + " " + event.get("userAgent", "")):
                 events.append(event)
         return events
 
@@ -146,11 +147,6 @@ class ControlPlane:
         self.kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", json.dumps(patch))
         # nobody renews its lease: without these the controller would taint it and evict
         self.kubectl("taint", "node", name, "--all", "node.kubernetes.io/not-ready-", check=False)
-
-
-def received_at(event: dict[str, Any]) -> float:
-    """When the API server received what an audit event tells of, seconds since the epoch."""
-    return datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp()
 
 
 @contextlib.contextmanager
