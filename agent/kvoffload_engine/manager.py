@@ -29,7 +29,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvoffload.protocol.messages import MAX_RANKS, Hello
-from kvoffload_engine.link import DEFAULT_STEP_SECONDS, Answer, DaemonLink, Held, pack
+from kvoffload_engine.budget import DEFAULT_STEP_SECONDS
+from kvoffload_engine.link import Answer, DaemonLink, Held, pack
 from kvoffload_engine.log import logger
 from kvoffload_engine.slots import RegionSlots, SlotRow
 
