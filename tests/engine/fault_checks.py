@@ -10,8 +10,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext
 
 @check
 def a_thousand_keys_are_held_up_by_one_deadline(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path, step_seconds=0.002)
-    try:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
         keys = keys_of(*range(1000))
         engine.is_hit(keys)
         control.say("delay 0.005")
@@ -28,14 +27,11 @@ def a_thousand_keys_are_held_up_by_one_deadline(socket_path: str, control: Contr
         # One deadline of 2 ms and not 1,000 of them; the machine is shared, so the usual case is what is asked closely.
         assert statistics.median(held) < 0.010, held
         assert max(held) < 0.2, held
-    finally:
-        engine.close()
 
 
 @check
 def a_late_answer_means_retry_for_a_while_and_then_a_miss(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path, step_seconds=0.002)
-    try:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
         keys = keys_of(1)
         wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
         wait_until(lambda: engine.is_hit(keys))
@@ -55,14 +51,11 @@ def a_late_answer_means_retry_for_a_while_and_then_a_miss(socket_path: str, cont
         control.say("normal")
         control.say("close")
         wait_until(lambda: engine.is_hit(keys))
-    finally:
-        engine.close()
 
 
 @check
 def the_circuit_closes_when_late_answers_have_come_and_their_leases_go_back(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path, step_seconds=0.002)
-    try:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
         keys = keys_of(2)
         wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
         wait_until(lambda: engine.is_hit(keys))
@@ -74,14 +67,11 @@ def the_circuit_closes_when_late_answers_have_come_and_their_leases_go_back(sock
         control.say("normal")
         wait_until(lambda: engine.is_hit(keys))
         wait_until(lambda: control.dump()["leases"] == 0)
-    finally:
-        engine.close()
 
 
 @check
 def nonsense_ends_the_session_and_not_the_engine(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys = keys_of(3)
         engine.store("s", keys, [0])
         wait_until(lambda: engine.is_hit(keys))
@@ -90,16 +80,13 @@ def nonsense_ends_the_session_and_not_the_engine(socket_path: str, control: Cont
         engine.step()
         control.say("normal")
         wait_until(lambda: engine.is_hit(keys))
-    finally:
-        engine.close()
 
 
 @check
 def a_store_that_cannot_be_begun_between_two_sessions_is_given_up_in_the_next(
     socket_path: str, control: Control
 ) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys = keys_of(5)
         engine.look_up("s", keys)
         wait_until(lambda: engine.manager.link.wait_for_slots(1))
@@ -118,14 +105,11 @@ def a_store_that_cannot_be_begun_between_two_sessions_is_given_up_in_the_next(
         wait_until(lambda: control.dump()["failed"] == 2)
         wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
         assert not engine.is_hit(keys)
-    finally:
-        engine.close()
 
 
 @check
 def requests_that_end_at_any_point_leave_no_lease(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys = keys_of(*range(10, 20))
         engine.store("s", keys, list(range(10)))
         wait_until(lambda: engine.is_hit(keys))
@@ -144,14 +128,11 @@ def requests_that_end_at_any_point_leave_no_lease(socket_path: str, control: Con
         assert control.dump()["leases"] == 3, "a reset does not take away what a load reads"
         engine.manager.receives_finished(["reset"])
         assert control.dump()["leases"] == 0
-    finally:
-        engine.close()
 
 
 @check
 def a_wrong_byte_is_dropped_for_all_when_the_load_says_so(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys = keys_of(4)
         engine.store("s", keys, [0])
         wait_until(lambda: engine.is_hit(keys))
@@ -160,21 +141,16 @@ def a_wrong_byte_is_dropped_for_all_when_the_load_says_so(socket_path: str, cont
         engine.manager.load_failed("l", bytes_are_wrong=True)
         engine.manager.receives_finished(["l"])
         wait_until(lambda: control.dump()["dropped"] == 1)
-    finally:
-        engine.close()
 
 
 @check
 def more_is_stored_than_there_are_slots_and_nothing_breaks(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         stored = sum(
             len(engine.store(f"s{index}", keys_of(*range(1000 + 40 * index, 1040 + 40 * index)), list(range(40))))
             for index in range(200)
         )
         assert 0 < stored < 8000
-    finally:
-        engine.close()
 
 
 if __name__ == "__main__":

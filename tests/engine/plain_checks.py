@@ -46,8 +46,7 @@ def every_name_that_we_need_is_there_and_the_version_is_supported(socket_path: s
 
 @check
 def a_store_of_two_ranks_is_loaded_by_both(socket_path: str) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys = keys_of(*range(100, 108))
         for index in range(8):
             engine.fill(index, 10 * index)
@@ -56,14 +55,11 @@ def a_store_of_two_ranks_is_loaded_by_both(socket_path: str) -> None:
         assert engine.load("l", keys, list(range(20, 28))) == {}
         assert all(engine.holds(20 + index, 10 * index) for index in range(8))
         assert engine.store("again", keys, list(range(8))) == []
-    finally:
-        engine.close()
 
 
 @check
 def parts_of_ranks_do_not_meet(socket_path: str) -> None:
-    engine = ToyEngine(socket_path, part="rank", identity=b"p" * 32)
-    try:
+    with ToyEngine(socket_path, part="rank", identity=b"p" * 32) as engine:
         keys = keys_of(200, 201)
         for rank, cache in enumerate(engine.caches):
             for tensor in cache:
@@ -73,25 +69,21 @@ def parts_of_ranks_do_not_meet(socket_path: str) -> None:
         assert engine.load("l", keys, [30, 31]) == {}
         for rank, cache in enumerate(engine.caches):
             assert all(bool((tensor[30] == 1 + rank).all() and (tensor[31] == 11 + rank).all()) for tensor in cache)
-    finally:
-        engine.close()
 
 
 @check
 def a_chunk_that_one_rank_has_not_written_is_a_miss(socket_path: str) -> None:
-    engine = ToyEngine(socket_path)
-    try:
-        keys = keys_of(300)
+    with ToyEngine(socket_path) as engine:
+        keys, later = keys_of(300), keys_of(301)
         engine.store("s", keys, [0], ranks=[0])
+        engine.store("t", later, [1])
+        wait_until(lambda: engine.is_hit(later))  # so the daemon has also heard all that came before
         assert not engine.is_hit(keys)
-    finally:
-        engine.close()
 
 
 @check
 def private_keys_are_seen_by_nobody_else(socket_path: str) -> None:
-    one, other = ToyEngine(socket_path), ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as one, ToyEngine(socket_path) as other:
         shared, private = keys_of(400), keys_of(401)
         one.store("shared", shared, [0])
         one.look_up("private", private, is_private=True)
@@ -102,15 +94,11 @@ def private_keys_are_seen_by_nobody_else(socket_path: str) -> None:
         assert not one.is_hit(private)
         results = one.look_up("private-again", private, is_private=True)
         assert results == [LookupResult.HIT]
-    finally:
-        one.close()
-        other.close()
 
 
 @check
 def until_every_rank_is_attached_everything_is_a_miss_and_nothing_is_stored(socket_path: str) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys = keys_of(450)
         engine.store("s", keys, [0])
         wait_until(lambda: engine.is_hit(keys))
@@ -118,8 +106,6 @@ def until_every_rank_is_attached_everything_is_a_miss_and_nothing_is_stored(sock
         wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is None)
         assert not engine.is_hit(keys)
         assert engine.store("t", keys_of(451), [1]) == []
-    finally:
-        engine.close()
 
 
 @check
@@ -136,8 +122,7 @@ def reports_of_two_workers_are_one(socket_path: str) -> None:
 
 @check
 def a_load_that_cannot_be_done_fails_and_its_keys_are_a_miss_from_then_on(socket_path: str) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys = keys_of(500, 501)
         engine.store("s", keys, [0, 1])
         wait_until(lambda: engine.is_hit(keys))
@@ -145,14 +130,11 @@ def a_load_that_cannot_be_done_fails_and_its_keys_are_a_miss_from_then_on(socket
         assert engine.load("l", keys, [2, 3]) != {}
         assert not engine.is_hit(keys)
         assert engine.store("again", keys, [0, 1]) == []
-    finally:
-        engine.close()
 
 
 @check
 def a_slot_with_wrong_bytes_is_dropped_for_every_engine_and_the_session_goes_on(socket_path: str) -> None:
-    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
         wrong, right = keys_of(550), keys_of(551)
         engine.store("s", wrong + right, [0, 1])
         wait_until(lambda: other.is_hit(wrong + right))
@@ -166,15 +148,11 @@ def a_slot_with_wrong_bytes_is_dropped_for_every_engine_and_the_session_goes_on(
         assert engine.manager.link.session is session
         other.store("again", wrong, [0])
         wait_until(lambda: other.is_hit(wrong))
-    finally:
-        engine.close()
-        other.close()
 
 
 @check
 def a_reset_forgets_what_this_engine_stored_and_keeps_what_others_stored(socket_path: str) -> None:
-    one, other = ToyEngine(socket_path), ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as one, ToyEngine(socket_path) as other:
         mine, theirs = keys_of(600), keys_of(601)
         one.store("s", mine, [0])
         other.store("s", theirs, [0])
@@ -183,9 +161,6 @@ def a_reset_forgets_what_this_engine_stored_and_keeps_what_others_stored(socket_
         assert not one.is_hit(mine)
         assert one.is_hit(theirs)
         assert other.is_hit(mine + theirs)
-    finally:
-        one.close()
-        other.close()
 
 
 if __name__ == "__main__":

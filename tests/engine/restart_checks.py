@@ -18,8 +18,7 @@ def fill_the_pool(engine: ToyEngine, first: int) -> int:
 
 @check
 def leased_slots_keep_their_bytes_while_another_engine_needs_their_space(socket_path: str, control: Control) -> None:
-    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
         keys = keys_of(*range(700, 708))
         for index in range(8):
             engine.fill(index, 5 * index)
@@ -30,17 +29,13 @@ def leased_slots_keep_their_bytes_while_another_engine_needs_their_space(socket_
         assert fill_the_pool(other, 10_000) > 1400
         assert engine.submit_load("l", slots, list(range(20, 28))) == {}
         assert all(engine.holds(20 + index, 5 * index) for index in range(8))
-    finally:
-        engine.close()
-        other.close()
 
 
 @check
 def a_stopped_daemon_costs_the_first_request_two_deadlines_and_the_others_nothing(
     socket_path: str, control: Control
 ) -> None:
-    engine = ToyEngine(socket_path, step_seconds=0.25)
-    try:
+    with ToyEngine(socket_path, step_seconds=0.25) as engine:
         keys = keys_of(750)
         wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
         control.say("stop")
@@ -59,14 +54,11 @@ def a_stopped_daemon_costs_the_first_request_two_deadlines_and_the_others_nothin
         assert statistics.median(waited[1:]) < 0.05, waited
         assert waited[0] < 2.0, waited
         wait_until(lambda: engine.is_hit(keys))
-    finally:
-        engine.close()
 
 
 @check
 def a_restarted_daemon_has_what_was_stored_and_the_same_engine_stores_again(socket_path: str, control: Control) -> None:
-    engine = ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine:
         keys, more = keys_of(*range(800, 804)), keys_of(*range(810, 814))
         for index in range(4):
             engine.fill(index, 7 * index)
@@ -80,16 +72,13 @@ def a_restarted_daemon_has_what_was_stored_and_the_same_engine_stores_again(sock
         assert all(engine.holds(30 + index, 7 * index) for index in range(4))
         wait_until(lambda: engine.is_hit(more) or bool(engine.store(f"m{time.monotonic_ns()}", more, list(range(4)))))
         wait_until(lambda: engine.is_hit(more))
-    finally:
-        engine.close()
 
 
 @check
 def a_load_that_spans_a_restart_reads_its_own_bytes_while_another_engine_fills_the_pool(
     socket_path: str, control: Control
 ) -> None:
-    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
         keys = keys_of(*range(900, 908))
         for index in range(8):
             engine.fill(index, 9 * index)
@@ -105,15 +94,11 @@ def a_load_that_spans_a_restart_reads_its_own_bytes_while_another_engine_fills_t
         assert engine.submit_load("l", slots, list(range(20, 28))) == {}
         assert all(engine.holds(20 + index, 9 * index) for index in range(8))
         wait_until(lambda: fill_the_pool(other, 200_000 + time.monotonic_ns() % 10**9) > 0)
-    finally:
-        engine.close()
-        other.close()
 
 
 @check
 def a_store_that_spans_a_restart_is_dropped_and_harms_nobody(socket_path: str, control: Control) -> None:
-    engine, other = ToyEngine(socket_path), ToyEngine(socket_path)
-    try:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
         keys, theirs = keys_of(1000, 1001), keys_of(*range(1010, 1020))
         engine.look_up("s", keys)
         wait_until(lambda: engine.manager.link.wait_for_slots(2))
@@ -138,9 +123,6 @@ def a_store_that_spans_a_restart_is_dropped_and_harms_nobody(socket_path: str, c
         assert all(other.holds(40 + index, 3 * index) for index in range(10))
         wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
         assert not engine.is_hit(keys)
-    finally:
-        engine.close()
-        other.close()
 
 
 if __name__ == "__main__":

@@ -88,7 +88,10 @@ class ToyEngine:
         self.jobs = 0
         wait_until(lambda: self.manager.link.poll() is not None and self.manager.link.row is not None)
 
-    def close(self) -> None:
+    def __enter__(self) -> "ToyEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.manager.shutdown()
         for worker in self.workers:
             worker.shutdown()
