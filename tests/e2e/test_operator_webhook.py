@@ -32,6 +32,7 @@ from e2e.control_plane import (
     running_operator,
     wait_until,
 )
+from e2e.operator_pools import pool_manifest
 from kvoffload_operator.webhook.certificates import make_certificate
 from operator_builders import pod_manifest
 
@@ -107,14 +108,7 @@ def replicas(control_plane: ControlPlane) -> Iterator[list[Replica]]:
     control_plane.apply(service)
     configurations = [one for one in render_chart() if one["kind"].endswith("WebhookConfiguration")]
     control_plane.apply(*configurations)
-    control_plane.apply(
-        {
-            "apiVersion": "kvoffload.io/v1alpha1",
-            "kind": "KVOffloadPool",
-            "metadata": {"name": "main"},
-            "spec": {"capacity": "64Mi", "nodeSelector": {"nowhere": "yes"}},
-        }
-    )
+    control_plane.apply(pool_manifest("main", nodeSelector={"nowhere": "yes"}))
     running: list[Replica] = []
     with running_operator(control_plane, "operator-w"):
         try:
@@ -236,12 +230,7 @@ def test_an_update_is_left_alone(control_plane: ControlPlane, replicas: list[Rep
 def test_a_pool_s_warnings_and_errors_are_shown_when_it_is_applied(
     control_plane: ControlPlane, replicas: list[Replica]
 ) -> None:
-    manifest = {
-        "apiVersion": "kvoffload.io/v1alpha1",
-        "kind": "KVOffloadPool",
-        "metadata": {"name": "warned"},
-        "spec": {"capacity": "64Mi", "sharing": "Pool"},
-    }
+    manifest = pool_manifest("warned", sharing="Pool")
     answer = control_plane.kubectl("apply", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest), check=False)
     assert "Warning: spec.nodeSelector is empty" in answer
     assert "Warning: spec.sharing Pool lets pods of every allowed namespace" in answer
