@@ -17,7 +17,7 @@ import ssl
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -310,3 +310,8 @@ class CertificateWatch:
         self._loaded = pair
         logger.info("serving a certificate that is valid until %s", self.expires_at)
         return context
+
+
+def utc_now() -> datetime:
+    """The wall clock, which certificates are about."""
+    return datetime.now(UTC)
