@@ -41,8 +41,6 @@ DAEMON_NODE_LABEL_VALUE = "run"
 # On our own objects.
 DAEMON_OF_LABEL = "kvoffload.io/daemon-of"
 """The pool of a DaemonSet, its pods and its regions."""
-REGION_NODE_LABEL = "kvoffload.io/node"
-"""The node of a region, hashed where longer than a label value may be."""
 
 # In the pod: the emptyDir and what is in it.
 VOLUME_NAME = "kvoffload"
