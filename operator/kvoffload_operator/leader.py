@@ -78,7 +78,7 @@ class Election:
         while not await self._try():
             if self._seen_version and not stands_by:
                 stands_by = True
-                logger.info("%s stands by: another holds the lease", self._identity)
+                logger.info("%s stands by for the lease %s/%s", self._identity, self._namespace, self._name)
             await asyncio.sleep(self._times.retry)
         logger.info("%s is the leader", self._identity)
 
