@@ -14,11 +14,12 @@ RESULTS = Path("build/bench/results.json")
 
 def main() -> int:
     """Run and report; the exit status does not depend on targets, which the table and the file tell of."""
+    load_before = os.getloadavg()[0]
     rows = daemon.run() + engine.run()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n")
     print(f"\n{os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}")
-    print(f"load before: {os.getloadavg()[0]:.1f}\n")
+    print(f"load before: {load_before:.1f}\n")
     print_table(rows)
     print(f"\nwritten to {RESULTS}")
     return 0

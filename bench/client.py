@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -16,8 +17,6 @@ BATCH = 256
 def main(path: str, mode: str, seconds: float) -> None:
     """`mode` is `daemon` (attach as an engine) or `echo` (a bare server)."""
     if mode == "daemon":
-        from pathlib import Path
-
         from daemon_process import TestEngine
 
         engine = TestEngine(Path(path), engine_id=sys.argv[4], ranks=1, part_bytes=4096)

@@ -1,6 +1,7 @@
 """The daemon's rows: a real daemon process, its real client, and the references measured in the same run."""
 
 import json
+import math
 import mmap
 import os
 import subprocess
@@ -13,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from bench.rows import Measured, Row
+from hack.vllm.environment import environment_path
 from kvoffload.protocol.messages import Assign, Found, Lookup, Reserve, Reserved, Seal, Unpin
 from tests.daemon_process import DaemonProcess, TestEngine, hugetlb_mount
 
 BATCH = 256
 SECONDS = 2.0
-VLLM_PYTHON = Path("~/.cache/kvoffload/venv-vllm-0.32.0/bin/python").expanduser()
+VLLM_PYTHON = environment_path() / "bin" / "python"
 _MISS = (-1).to_bytes(8, "little", signed=True)
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 64
@@ -51,13 +53,15 @@ def _keys(first: int) -> bytes:
 
 
 def _repeat(measure: Callable[[], float]) -> Measured:
-    """Microseconds a key of a function that returns seconds a batch."""
+    """Microseconds a key of a function that returns seconds a batch, NaN for a batch that does not count."""
     for _ in range(20):
         measure()
     values = []
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        values.append(measure() / BATCH * 1e6)
+        seconds = measure()
+        if not math.isnan(seconds):
+            values.append(seconds / BATCH * 1e6)
     return Measured.of(values)
 
 
@@ -103,7 +107,7 @@ def _measure_engine(engine: TestEngine, vllm: dict[str, Measured] | None) -> lis
                 return
 
     deadline = time.monotonic() + 30
-    while store() != store() and time.monotonic() < deadline:
+    while math.isnan(store()) and time.monotonic() < deadline:
         pass  # extents are still being allocated
     for _ in range(2 * (32 << 20) // 4096 // BATCH):
         store()

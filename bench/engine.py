@@ -6,14 +6,17 @@ A real vLLM takes a minute a start; `KVOFFLOAD_BENCH_VLLM=0` leaves those rows o
 import json
 import os
 import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 from bench.rows import Measured, Row
+from hack.vllm.environment import environment_path
 from tests.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parents[1]
-VLLM_PYTHON = Path("~/.cache/kvoffload/venv-vllm-0.32.0/bin/python").expanduser()
+VLLM_PYTHON = environment_path() / "bin" / "python"
 PROMPT_TOKENS = 1800
 PROMPTS = 6
 
@@ -61,9 +64,6 @@ def _total(figures: dict[str, list[float]], kinds: tuple[str, ...]) -> Measured:
 
 
 def _measure_vllm(folder: Path) -> list[Row]:
-    import sys
-    import time
-
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
     from engine_process import EngineProcess, make_prompt
 

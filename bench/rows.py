@@ -36,7 +36,7 @@ class Row:
     reference: Measured | None
     reference_name: str
     target: str
-    """In words, as `target_met` decides it."""
+    """In words; `met` says whether it is."""
     met: bool
 
     @property

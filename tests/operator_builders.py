@@ -7,7 +7,6 @@ from kvoffload.api.pool import KVOffloadPoolSpec, PageSize
 from kvoffload_operator.resources.daemonset import DaemonSetOptions
 
 NOW = datetime(2026, 11, 29, 12, 0, 0, tzinfo=UTC)
-GI = 1 << 30
 
 
 def spec_of(**fields: Any) -> KVOffloadPoolSpec:

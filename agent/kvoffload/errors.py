@@ -27,8 +27,6 @@ class RefusalReason(str, Enum):
     POOL_OBSERVED = "PoolObserved"
     DRAINING = "Draining"
     NOT_READY = "NotReady"
-    WRONG_TENANT = "WrongTenant"
-    STALE_EPOCH = "StaleEpoch"
     RANK_CONFLICT = "RankConflict"
     SLOT_TOO_LARGE = "SlotTooLarge"
     RATE = "Rate"

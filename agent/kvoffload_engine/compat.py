@@ -1,8 +1,8 @@
 """What differs between vLLM versions; the only module that knows. Runs in every vLLM process.
 
 0.28, 0.29   no `failed_recving`: failed loads are invalid block ids, with one KV cache group only
-0.30         `failed_recving`, CHUNK_LEVEL instead of BLOCK_LEVEL (the default of RequestOffloadingContext: not
-named here) 0.31         `kv_tp_replicas`
+0.30         `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
+0.31         `kv_tp_replicas`
 0.33         manager.lock, config_info, submit_load(expedited=): inherited defaults do
 """
 
@@ -139,13 +139,9 @@ def num_nodes(parallel_config: Any) -> int:
 def executor_name(parallel_config: Any) -> str:
     """The executor backend as a word: a class given by the user is named."""
     backend = parallel_config.distributed_executor_backend
-    return (
-        backend
-        if isinstance(backend, str)
-        else "uni"
-        if backend is None
-        else getattr(backend, "__name__", str(backend))
-    )
+    if backend is None:
+        return "uni"
+    return backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
 
 
 def attention_backends(vllm_config: Any) -> list[str]:

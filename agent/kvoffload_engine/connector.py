@@ -32,16 +32,12 @@ from kvoffload.errors import KVOffloadError
 from kvoffload.layout.gate import LayoutDecision
 from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine import compat
+from kvoffload_engine.environment import SOCKET_VARIABLE
 from kvoffload_engine.facts import WorkerFacts, observe_worker
 from kvoffload_engine.log import logger
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.transfer.checksums import PageChecksums
 from kvoffload_engine.worker import KVOffloadWorker
-
-SOCKET_VARIABLE = "KVOFFLOAD_SOCKET"
-PROCESS = os.urandom(16)
-"""Names this process in every `Hello`. Drawn after vLLM started it: workers are spawned, or forked before this
-import."""
 
 
 @dataclass
@@ -49,13 +45,11 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
     """What a worker tells the scheduler once: the identity of the engine's bytes."""
 
     digest: bytes
-    decision: str
-    reason: str
 
 
 @dataclass
 class KVOffloadWorkerMetadata(OffloadingWorkerMetadata):
-    """VLLM's worker report; the requests whose load failed here (request id -> whether the bytes were wrong); and
+    """vLLM's worker report; the requests whose load failed here (request id -> whether the bytes were wrong); and
     whether a device registers no pages."""
 
     failed_loads: dict[str, bool] = field(default_factory=dict)
@@ -76,7 +70,7 @@ class KVOffloadConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._inert_because = ""
-        self._process = os.urandom(16)
+        self._process = os.urandom(16)  # names this process in every `Hello`
         self._identity: WorkerIdentity | None = None
         self._failed_loads: dict[str, bool] = {}
         self._invalid_blocks: set[int] = set()
@@ -105,13 +99,13 @@ class KVOffloadConnector(OffloadingConnector):
 
     @property
     def scheduler_side(self) -> Any:
-        """VLLM's own scheduler half."""
+        """vLLM's own scheduler half."""
         return self.connector_scheduler
 
     # --- worker -----------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """VLLM finds each layer's pages in its tensors; then our worker is built."""
+        """vLLM finds each layer's pages in its tensors; then our worker is built."""
         self._register(super().register_kv_caches, kv_caches)
 
     def register_cross_layers_kv_cache(self, *arguments: Any) -> None:
@@ -134,7 +128,7 @@ class KVOffloadConnector(OffloadingConnector):
         )
         if verdict.decision is LayoutDecision.NO_OFFLOAD:
             raise KVOffloadError(f"{verdict.reason.value}: {verdict.message}")
-        self._identity = WorkerIdentity(facts.identity.digest, verdict.decision.value, verdict.reason.value)
+        self._identity = WorkerIdentity(facts.identity.digest)
         worker = KVOffloadWorker(
             rank=facts.rank,
             socket_path=socket_path(self._config),
@@ -165,7 +159,7 @@ class KVOffloadConnector(OffloadingConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
-        """VLLM queues the step's stores here (0.30 and newer)."""
+        """vLLM queues the step's stores here (0.30 and newer)."""
         if not self._inert_because:
             super().wait_for_save()
 
@@ -194,7 +188,7 @@ class KVOffloadConnector(OffloadingConnector):
         return set() if compat.reports_failed_receives() else blocks
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """VLLM's report of finished jobs, with the failed loads."""
+        """vLLM's report of finished jobs, with the failed loads."""
         if self._inert_because:
             return None
         report = super().build_connector_worker_meta()
@@ -243,7 +237,7 @@ class KVOffloadConnector(OffloadingConnector):
         return matched
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """VLLM plans the load of what was found."""
+        """vLLM plans the load of what was found."""
         if not self._inert_because:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -282,7 +276,7 @@ class KVOffloadConnector(OffloadingConnector):
         return (False, None) if self._inert_because else super().request_finished_all_groups(request, block_ids)
 
     def take_events(self) -> Any:
-        """VLLM's KV events."""
+        """vLLM's KV events."""
         return () if self._inert_because else super().take_events()
 
     def reset_cache(self) -> bool | None:
@@ -295,7 +289,7 @@ class KVOffloadConnector(OffloadingConnector):
             self._manager.weights_changed()
 
     def get_kv_connector_stats(self) -> Any:
-        """VLLM's own transfer statistics."""
+        """vLLM's own transfer statistics."""
         return None if self._inert_because else super().get_kv_connector_stats()
 
 

@@ -15,15 +15,13 @@ from kvoffload.layout.fingerprint import Fingerprint
 from kvoffload.layout.gate import GateFacts, LayerFacts, LayoutVerdict, decide_layout
 from kvoffload.layout.pages import PartLayout, build_part_layout
 from kvoffload_engine import compat
+from kvoffload_engine.environment import CHECKSUM_VARIABLE, REPLICATED_LAYOUT_VARIABLE
 from kvoffload_engine.identity import collect_identity
 from kvoffload_engine.log import logger
 from kvoffload_engine.transfer.checksums import MODES
 from kvoffload_engine.transfer.host import HostTransfer
 from kvoffload_engine.transfer.plan import DeviceTensors
 from kvoffload_engine.worker import Transfer
-
-REPLICATED_LAYOUT_VARIABLE = "KVOFFLOAD_REPLICATED_LAYOUT"
-CHECKSUM_VARIABLE = "KVOFFLOAD_CHECKSUM"
 
 
 @dataclass(frozen=True, slots=True)

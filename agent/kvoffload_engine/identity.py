@@ -13,8 +13,8 @@ from typing import Any
 
 from kvoffload.layout.fingerprint import Fingerprint, fingerprint
 from kvoffload.layout.gate import LayerFacts
+from kvoffload_engine.environment import WEIGHTS_ID_VARIABLE
 
-WEIGHTS_ID_VARIABLE = "KVOFFLOAD_WEIGHTS_ID"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's link to the node daemon: what is asked, what is owed, and how long a step may wait for it.
+"""The scheduler's link to the node daemon: what is asked, and what is owed.
 
 Runs in vLLM's engine core, in the scheduler's thread (but for `_connected`, which runs in the connector's); used by
 `kvoffload_engine.manager` alone. It knows sessions, slots and leases, but neither requests nor vLLM.
@@ -6,14 +6,13 @@ Runs in vLLM's engine core, in the scheduler's thread (but for `_connected`, whi
     session   None -> open -> EngineReady (a row) -> bound (a namespace of keys). An ended session takes its answers and
               unused slots with it; what workers may still read or write is re-asserted to the next one.
     slots     asked for ahead of need (`Reserve`), so that a store finds them here
-    waiting   one budget for all waits of a step, refilled by `end_step`. Two steps in a row that used it up open the
-              circuit: nothing is asked and everything is a miss, until the daemon has answered what it owes
+    waiting   as long as the step's budget lasts (`kvoffload_engine.budget`)
 """
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,32 +41,13 @@ from kvoffload.protocol.messages import (
     Reserved,
     Unpin,
 )
+from kvoffload_engine.budget import StepBudget
 from kvoffload_engine.log import logger
 from kvoffload_engine.slots import SlotRow
 
-DEADLINE_VARIABLE = "KVOFFLOAD_STEP_DEADLINE_SECONDS"
-DEFAULT_STEP_SECONDS = 0.002
-MAX_STEP_SECONDS = 1.0
-MAX_MISSED_STEPS = 2
 REPORT_SECONDS = 1.0
-QUIET_SECONDS = 10.0
-"""How long the log keeps quiet about a circuit that opens again and again."""
 REGION_SHARE = 8
 """At most one slot in so many of the region is held unused by one engine."""
-
-
-def step_seconds_from(environment: Mapping[str, str]) -> float:
-    """The deadline of a step that the user set, bounded, or the default."""
-    try:
-        return min(MAX_STEP_SECONDS, max(0.0, float(environment[DEADLINE_VARIABLE])))
-    except KeyError:
-        return DEFAULT_STEP_SECONDS
-    except ValueError:
-        found = environment[DEADLINE_VARIABLE]
-        logger.warning(
-            "kvoffload: %s is %r, needed a number: %g s are used", DEADLINE_VARIABLE, found, DEFAULT_STEP_SECONDS
-        )
-        return DEFAULT_STEP_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -122,13 +102,7 @@ class DaemonLink:
         self._unpins: list[bytes] = []
         # of the engine
         self.is_private = False
-        # waiting
-        self._step_seconds = step_seconds
-        self._budget_seconds = step_seconds
-        self._missed_steps = 0
-        self._missed_in_step = False
-        self._quiet_until = 0.0
-        self._steps = self._missed_deadlines = 0
+        self._budget = StepBudget(step_seconds)
         self._next_report = 0.0
         # of the connector's thread
         self._lock_descriptor = -1
@@ -257,15 +231,7 @@ class DaemonLink:
 
     def end_step(self) -> None:
         """The scheduler's step is over: the next one may wait again."""
-        self._steps += 1
-        if self._missed_in_step:
-            self._missed_steps += 1
-            self._missed_deadlines += 1
-            self._say_late()
-        elif self._budget_seconds < self._step_seconds:
-            self._missed_steps = 0  # waited, and was answered
-        self._missed_in_step = False
-        self._budget_seconds = self._step_seconds
+        self._budget.end_step()
         self._report()
 
     # --- receiving --------------------------------------------------------------------------------------------------
@@ -296,7 +262,7 @@ class DaemonLink:
                 answer.is_complete = True  # with no hit
         self._owed.clear()
         self._unpins.clear()
-        self._missed_steps = 0
+        self._budget.close_circuit()
 
     def _take(self, session: Session, message: FromDaemon) -> None:
         if isinstance(message, Found):
@@ -348,37 +314,11 @@ class DaemonLink:
         if answer.is_abandoned:
             self.abandon(answer)
 
-    # --- waiting ----------------------------------------------------------------------------------------------------
-
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        while not is_done():
-            if self._budget_seconds <= 0:
-                self._missed_in_step = True
-                return
-            begin = time.monotonic()
-            session = self.poll(self._budget_seconds)
-            self._budget_seconds -= time.monotonic() - begin
-            if session is None:
-                return
+        self._budget.wait_until(is_done, lambda seconds: self.poll(seconds) is not None)
 
     def _circuit_is_open(self) -> bool:
-        if self._missed_steps < MAX_MISSED_STEPS:
-            return False
-        if self._owed:
-            return True
-        self._missed_steps = 0
-        return False
-
-    def _say_late(self) -> None:
-        now = time.monotonic()
-        if self._missed_steps >= MAX_MISSED_STEPS and now >= self._quiet_until:
-            self._quiet_until = now + QUIET_SECONDS
-            logger.warning(
-                "kvoffload scheduler: the node daemon did not answer within %g ms in %d steps in a row: everything is "
-                "a miss until it has answered",
-                1000 * self._step_seconds,
-                self._missed_steps,
-            )
+        return self._budget.circuit_is_open(is_owed=bool(self._owed))
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -410,9 +350,9 @@ class DaemonLink:
 
     def _report(self, *, force: bool = False) -> None:
         now = time.monotonic()
-        if not self._steps or (now < self._next_report and not force):
+        if not self._budget.num_steps or (now < self._next_report and not force):
             return
         self._next_report = now + REPORT_SECONDS
-        report = Report(missed_deadlines=self._missed_deadlines, steps=self._steps)
+        report = Report(missed_deadlines=self._budget.num_missed, steps=self._budget.num_steps)
         if self.session is not None and self._send(self.session, report):
-            self._steps = self._missed_deadlines = 0
+            self._budget.forget_counts()

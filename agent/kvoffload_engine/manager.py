@@ -29,7 +29,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvoffload.protocol.messages import MAX_RANKS, Hello
-from kvoffload_engine.link import DEFAULT_STEP_SECONDS, Answer, DaemonLink, Held, pack
+from kvoffload_engine.budget import DEFAULT_STEP_SECONDS
+from kvoffload_engine.link import Answer, DaemonLink, Held, pack
 from kvoffload_engine.log import logger
 from kvoffload_engine.slots import RegionSlots, SlotRow
 
@@ -153,7 +154,7 @@ class KVOffloadManager(OffloadingManager):
     # --- vLLM's interface -------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """VLLM's default policy: store what was computed, skip what was loaded."""
+        """vLLM's default policy: store what was computed, skip what was loaded."""
         self._requests.setdefault(req_context.req_id, RequestState())
         return RequestOffloadingContext()
 

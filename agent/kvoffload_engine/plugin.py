@@ -4,8 +4,8 @@ configuration.
     EngineArgs.create_engine_config, wrapped
         1. vLLM builds the configuration as the user asked           (an exception here is the user's: passed on)
         2. preflight                                                  obstacle -> that configuration, and one line why
-        3. vLLM builds it again with our kv_transfer_config           exception -> the first configuration, and one
-        line why 4. what the connector flipped is put back (multimodal inputs)
+        3. vLLM builds it again with our kv_transfer_config           exception -> the first one, and one line why
+        4. what the connector flipped is put back (multimodal inputs)
 
 The decision is taken once and remembered in the environment (`KVOFFLOAD_DECISION`), so that API servers, engine
 cores and workers cannot differ. `register` never raises.
@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import functools
 import json
-import logging
 import os
 import threading
 import uuid
@@ -25,15 +24,14 @@ from typing import Any
 
 from kvoffload import __version__
 from kvoffload.errors import KVOffloadError, UnsupportedEngine
+from kvoffload_engine.environment import DECISION_VARIABLE, POOL_VARIABLE, SOCKET_VARIABLE
+from kvoffload_engine.log import logger
 
-SOCKET_VARIABLE = "KVOFFLOAD_SOCKET"
-DECISION_VARIABLE = "KVOFFLOAD_DECISION"
 CONNECTOR = "KVOffloadConnector"
 CONNECTOR_MODULE = "kvoffload_engine.connector"
 SPEC = "KVOffloadSpec"
 SPEC_MODULE = "kvoffload_engine.spec"
 _WRAPPED = "_kvoffload_wrapped"
-logger = logging.getLogger("vllm.kvoffload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def wrap_engine_args() -> None:
 
 
 def build_configuration(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """VLLM's configuration, with our connector if nothing speaks against it."""
+    """vLLM's configuration, with our connector if nothing speaks against it."""
     as_asked = copy.copy(engine_args)
     config = original(as_asked, *args, **kwargs)
     model = str(config.model_config.model)
@@ -159,7 +157,7 @@ def build_with_connector(
     logger.info(
         "kvoffload %s: this engine offloads its KV cache to pool %s%s",
         __version__,
-        os.environ.get("KVOFFLOAD_POOL", "(unnamed)"),
+        os.environ.get(POOL_VARIABLE, "(unnamed)"),
         f" ({decision.message})" if decision.message else "",
     )
     return config

@@ -2,7 +2,7 @@
 
 Runs in every vLLM process that builds a configuration, called by `kvoffload_engine.plugin` with the configuration
 that the user asked for. A connector is not neutral: each check names one thing that vLLM does differently, or not at
-all, with one. `observe_engine` reads facts from vLLM's configuration, `plan_attachment` is pure.
+all, with one. `observe_engine` reads facts from vLLM's configuration, `first_obstacle` is pure.
 """
 
 import os
@@ -116,7 +116,7 @@ def has_unsupported_device(facts: EngineFacts) -> Obstacle | None:
 
 
 def has_expandable_segments(facts: EngineFacts) -> Obstacle | None:
-    """VLLM refuses any connector then: the allocator may move the KV cache to other pages."""
+    """vLLM refuses any connector then: the allocator may move the KV cache to other pages."""
     if "expandable_segments:True" not in facts.allocator_configuration or facts.has_cumem_allocator:
         return None
     return Obstacle(
@@ -126,14 +126,14 @@ def has_expandable_segments(facts: EngineFacts) -> Obstacle | None:
 
 
 def uses_replay_ssm(facts: EngineFacts) -> Obstacle | None:
-    """VLLM refuses any connector with it."""
+    """vLLM refuses any connector with it."""
     if not facts.uses_replay_ssm:
         return None
     return Obstacle(PreflightReason.REPLAY_SSM, "--use-replayssm does not go with a connector: remove it to offload")
 
 
 def is_encoder_decoder(facts: EngineFacts) -> Obstacle | None:
-    """VLLM's scheduler asserts that there is no connector."""
+    """vLLM's scheduler asserts that there is no connector."""
     if not facts.is_encoder_decoder:
         return None
     return Obstacle(PreflightReason.ENCODER_DECODER, "encoder-decoder models do not go with a connector")

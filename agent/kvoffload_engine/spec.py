@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvoffload_engine.link import step_seconds_from
+from kvoffload_engine.budget import step_seconds_from
 from kvoffload_engine.manager import KVOffloadManager
 
 

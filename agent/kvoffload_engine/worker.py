@@ -43,7 +43,15 @@ from kvoffload_engine.log import logger
 from kvoffload_engine.mapping import RegionMapping
 from kvoffload_engine.slots import RegionSlots
 from kvoffload_engine.transfer.checksums import PageChecksums
-from kvoffload_engine.transfer.plan import WHOLE, CopyPlan, DeviceTensors, PlanError, Stripe, plan_copy
+from kvoffload_engine.transfer.plan import (
+    EMPTY_PLAN,
+    WHOLE,
+    CopyPlan,
+    DeviceTensors,
+    PlanError,
+    Stripe,
+    plan_copy,
+)
 
 REPORT_SECONDS = 1.0
 MAX_UNSENT = 4096
@@ -198,7 +206,7 @@ class KVOffloadWorker(OffloadingWorker):
     def _submit(
         self, job_id: int, device: GPULoadStoreSpec, slots: RegionSlots, stripe: Stripe, *, is_store: bool
     ) -> None:
-        job = Job(slots, is_store, _EMPTY_PLAN)
+        job = Job(slots, is_store, EMPTY_PLAN)
         # Known before the epoch is looked at: if the daemon restarts now, the re-assertion names these slots.
         self._jobs[job_id] = job
         try:
@@ -357,9 +365,6 @@ class KVOffloadWorker(OffloadingWorker):
             session.send(Report(*counts, note=note))
         except DaemonUnavailable as error:
             logger.debug("kvoffload rank %d: a report was not sent: %s", self._rank, error)
-
-
-_EMPTY_PLAN = CopyPlan(*(np.empty(0, dtype=np.int64) for _ in range(5)))
 
 
 def _close(descriptor: int) -> None:

@@ -36,7 +36,7 @@ func main() {
 
 @dataclass(frozen=True, slots=True)
 class GoProgram:
-    """Programs of one Go module. `binaries` are the last parts of `packages` unless named otherwise."""
+    """Programs of one Go module: the packages to build, and the files that come of them."""
 
     name: str
     version: str

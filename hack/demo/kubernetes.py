@@ -8,7 +8,7 @@ from typing import Any
 from hack.cluster import lifecycle
 from hack.cluster.settings import ClusterSettings
 from hack.console import StepError, wait_until
-from hack.shell import is_successful, run
+from hack.shell import TAIL_LINES, is_successful, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class Kubernetes:
         )
         return self.pods(namespace=namespace, selector=selector)[0]
 
-    def log_tail(self, pod: dict[str, Any], *, num_lines: int = 15) -> str:
+    def log_tail(self, pod: dict[str, Any]) -> str:
         """Return the last lines of a pod's log, of the container before a restart where there is one."""
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-        arguments = ["logs", name, f"--namespace={namespace}", "--all-containers", f"--tail={num_lines}"]
+        arguments = ["logs", name, f"--namespace={namespace}", "--all-containers", f"--tail={TAIL_LINES}"]
         try:
             return self.kubectl(*arguments, "--previous")
         except StepError:

@@ -2,10 +2,9 @@
 
 import mmap
 from io import FileIO
-from pathlib import Path
 
-HUGETLBFS = Path("/dev/hugepages")
-PAGE_BYTES = 2 * 1024 * 1024
+from hack.cluster.machine import HUGETLBFS
+from hack.cluster.settings import HUGEPAGE_BYTES
 
 
 def zero_region_pages(pool: str) -> int:
@@ -13,16 +12,16 @@ def zero_region_pages(pool: str) -> int:
     num_zeroed = 0
     for path in (HUGETLBFS / f"kvoffload-{pool}").glob("*.region"):
         with path.open("r+b", buffering=0) as file:
-            num_pages = path.stat().st_size // PAGE_BYTES
+            num_pages = path.stat().st_size // HUGEPAGE_BYTES
             # read() gives zeros for holes; a mapping would allocate them
             written = [page for page in range(num_pages) if any(_read_page(file, page))]
             for page in written:
-                with mmap.mmap(file.fileno(), PAGE_BYTES, offset=page * PAGE_BYTES) as mapped:
-                    mapped[:] = bytes(PAGE_BYTES)
+                with mmap.mmap(file.fileno(), HUGEPAGE_BYTES, offset=page * HUGEPAGE_BYTES) as mapped:
+                    mapped[:] = bytes(HUGEPAGE_BYTES)
             num_zeroed += len(written)
     return num_zeroed
 
 
 def _read_page(file: FileIO, page: int) -> bytes:
-    file.seek(page * PAGE_BYTES)
-    return file.read(PAGE_BYTES).strip(b"\0")
+    file.seek(page * HUGEPAGE_BYTES)
+    return file.read(HUGEPAGE_BYTES).strip(b"\0")

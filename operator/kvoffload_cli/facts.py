@@ -1,4 +1,4 @@
-"""What the plugin knows of a cluster, as frozen values: `observe.py` makes them, `checks.py` judges them."""
+"""What the plugin knows of a cluster, as frozen values: `observe.py` makes them, `checks/` judges them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,6 @@ from kvoffload.api.region import KVOffloadRegion, RegionEngine
 class NodePages:
     """Huge pages of one size on a node, in bytes, as its kubelet reports them."""
 
-    capacity_bytes: int
     allocatable_bytes: int
     requested_bytes_by_pool: Mapping[str, int]
     """Requests of our daemons' pods on this node."""
@@ -25,10 +24,6 @@ class NodeFacts:
 
     name: str
     labels: Mapping[str, str]
-    is_ready: bool
-    is_schedulable: bool
-    memory_bytes: int
-    kubelet_version: str
     pages: Mapping[str, NodePages]
     """By page size, `2Mi` and `1Gi`; a size the kubelet does not know is absent."""
 
@@ -39,18 +34,15 @@ class OptedInPod:
 
     namespace: str
     name: str
-    uid: str
     node: str
     phase: str
     is_deleting: bool
-    created: datetime
     ready_since: datetime | None
     pool: str
     injected_version: str
     skip_reason: str
     predicted_layout: str
     has_volume: bool
-    containers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,6 @@ class CertificateFacts:
     """One X.509 certificate."""
 
     where: str
-    subject: str
     not_after: datetime
 
 
@@ -93,9 +84,7 @@ class WebhookFacts:
     """One webhook in a webhook configuration of the release."""
 
     configuration: str
-    name: str
     kind: str
-    failure_policy: str
     service: str
     authorities: tuple[CertificateFacts, ...]
     trusts_serving: bool | None

@@ -1,4 +1,4 @@
-"""From the API server's objects to `ClusterFacts`. Called by doctor, status, top and explain; the rest is pure."""
+"""From the API server's objects to `ClusterFacts`. Called by every command that looks at a cluster."""
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -79,7 +79,7 @@ class Observation:
 
 
 def observe_pools(reader: Reader, *, now: datetime) -> ClusterFacts:
-    """Pools and regions: what `status` and `top` show."""
+    """Pools and regions: what `status` shows."""
     seen = Observation(reader)
     pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
     regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)
@@ -166,7 +166,6 @@ def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
             else:
                 by_others += requested
         pages[size.value] = NodePages(
-            capacity_bytes=parse_quantity(status["capacity"][size.resource_name]),
             allocatable_bytes=parse_quantity(status["allocatable"][size.resource_name]),
             requested_bytes_by_pool=by_pool,
             requested_bytes_by_others=by_others,
@@ -174,10 +173,6 @@ def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
     return NodeFacts(
         name=name,
         labels=labels_of(node),
-        is_ready=has_condition(status, "Ready"),
-        is_schedulable=not node["spec"].get("unschedulable", False),
-        memory_bytes=parse_quantity(status.get("capacity", {}).get("memory", "0")),
-        kubelet_version=status.get("nodeInfo", {}).get("kubeletVersion", ""),
         pages=pages,
     )
 
@@ -197,18 +192,15 @@ def opted_in_pod(pod: Manifest) -> OptedInPod:
     return OptedInPod(
         namespace=metadata["namespace"],
         name=metadata["name"],
-        uid=metadata.get("uid", ""),
         node=spec.get("nodeName", ""),
         phase=status.get("phase", "Pending"),
         is_deleting="deletionTimestamp" in metadata,
-        created=timestamp(metadata["creationTimestamp"]),
         ready_since=timestamp(ready["lastTransitionTime"]) if ready and ready["status"] == "True" else None,
         pool=metadata["labels"][keys.POOL_LABEL],
         injected_version=annotations.get(keys.INJECTED_ANNOTATION, ""),
         skip_reason=annotations.get(keys.SKIP_REASON_ANNOTATION, ""),
         predicted_layout=annotations.get(keys.REPLICATED_LAYOUT_ANNOTATION, ""),
         has_volume=any(volume["name"] == keys.VOLUME_NAME for volume in spec.get("volumes", [])),
-        containers=tuple(container["name"] for container in spec["containers"]),
     )
 
 

@@ -21,9 +21,7 @@ def webhook_facts(configuration: Manifest, *, kind: str, serving: Sequence[x509.
         authorities = load_certificates(webhook["clientConfig"].get("caBundle", ""))
         yield WebhookFacts(
             configuration=name,
-            name=webhook["name"],
             kind=kind,
-            failure_policy=webhook.get("failurePolicy", "Fail"),
             service=f"{service.get('namespace', '')}/{service.get('name', '')}",
             authorities=tuple(certificate_facts(one, where=f"caBundle of {name}") for one in authorities),
             trusts_serving=any(is_signed_by(one, authority) for one in serving for authority in authorities)
@@ -50,9 +48,7 @@ def load_certificates(base64_pem: str) -> list[x509.Certificate]:
 
 def certificate_facts(certificate: x509.Certificate, *, where: str) -> CertificateFacts:
     """What the checks ask of a certificate."""
-    return CertificateFacts(
-        where=where, subject=certificate.subject.rfc4514_string(), not_after=certificate.not_valid_after_utc
-    )
+    return CertificateFacts(where=where, not_after=certificate.not_valid_after_utc)
 
 
 def is_authority(certificate: x509.Certificate) -> bool:

@@ -3,8 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -68,17 +67,9 @@ def make_table(*columns: str, rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def print_json(console: Console, value: Any) -> None:
-    """Print a dataclass, list or mapping as JSON on standard output."""
-    console.print(json.dumps(_plain(value), indent=2, default=str), markup=False, soft_wrap=True)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+def print_json(console: Console, document: Mapping[str, Any]) -> None:
+    """Print a command's document as JSON on standard output."""
+    console.print(json.dumps(document, indent=2, default=str), markup=False, soft_wrap=True)
 
 
 def require_one_of(name: str, value: str, allowed: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from kvoffload.layout.model_bytes import AttentionKind, read_shape
 from kvoffload.units import format_bytes, parse_quantity
 from kvoffload_cli.models import read_config
+from kvoffload_cli.options import Output
 from kvoffload_cli.output import OutputFormat, labelled, make_console, print_json, require_one_of, show_bytes
 from kvoffload_cli.sizing import (
     PAGE_BYTES,
@@ -40,7 +41,7 @@ def command(
         bool, typer.Option("--never-replicated", help="As with the pool's replicatedLayout: Never.")
     ] = False,
     pool: Annotated[str, typer.Option(help="Name of the pool in the manifest.")] = "llm",
-    output: Annotated[OutputFormat, typer.Option("--output", "-o", help="text or json.")] = OutputFormat.TEXT,
+    output: Output = OutputFormat.TEXT,
 ) -> None:
     """Bytes per token and block, the layout and why, what fits, and the pages to reserve."""
     require_one_of("page-size", page_size, PAGE_BYTES)

@@ -38,7 +38,6 @@ class Engine:
     tensor_parallel: int
     pipeline_parallel: int = 1
     num_nodes: int = 1
-    executor: str = "mp"
     block_tokens: int = 16
     blocks_per_chunk: int = 1
     kv_dtype: str = "auto"
@@ -203,7 +202,6 @@ def decide_ranks(engine: Engine, kv: KVBytes) -> list[LayoutVerdict]:
             pipeline_parallel_size=engine.pipeline_parallel,
             world_size=num_ranks * engine.pipeline_parallel,
             num_nodes=engine.num_nodes,
-            executor=engine.executor,
             replication_allowed=engine.replication_allowed,
         )
         verdicts.append(decide_layout(facts))

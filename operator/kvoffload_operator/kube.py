@@ -37,7 +37,6 @@ class Resource:
     version: str
     plural: str
     kind: str
-    namespaced: bool = False
 
     @property
     def api_version(self) -> str:
@@ -56,12 +55,12 @@ POOLS = Resource(GROUP, VERSION, POOL_PLURAL, "KVOffloadPool")
 REGIONS = Resource(GROUP, VERSION, REGION_PLURAL, "KVOffloadRegion")
 NODES = Resource("", "v1", "nodes", "Node")
 NAMESPACES = Resource("", "v1", "namespaces", "Namespace")
-PODS = Resource("", "v1", "pods", "Pod", namespaced=True)
-SECRETS = Resource("", "v1", "secrets", "Secret", namespaced=True)
-DAEMONSETS = Resource("apps", "v1", "daemonsets", "DaemonSet", namespaced=True)
-DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment", namespaced=True)
-LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease", namespaced=True)
-EVENTS = Resource("events.k8s.io", "v1", "events", "Event", namespaced=True)
+PODS = Resource("", "v1", "pods", "Pod")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+DAEMONSETS = Resource("apps", "v1", "daemonsets", "DaemonSet")
+DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition")
 MUTATING_WEBHOOKS = Resource(
     "admissionregistration.k8s.io", "v1", "mutatingwebhookconfigurations", "MutatingWebhookConfiguration"
@@ -147,34 +146,21 @@ class KubeClient:
                 return None
             raise
 
-    async def list_all(
-        self, resource: Resource, *, namespace: str = "", label_selector: str = "", field_selector: str = ""
-    ) -> list[Manifest]:
+    async def list_all(self, resource: Resource, *, namespace: str = "", label_selector: str = "") -> list[Manifest]:
         """All objects, read in pages; a listing that expired half way (410) is begun again."""
         for attempt in range(self._attempts):
             try:
-                return [
-                    item
-                    async for item in self._pages(
-                        resource, namespace=namespace, label_selector=label_selector, field_selector=field_selector
-                    )
-                ]
+                pages = self._pages(resource, namespace=namespace, label_selector=label_selector)
+                return [item async for item in pages]
             except ApiServerError as error:
                 if error.status != 410 or attempt + 1 == self._attempts:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _pages(
-        self, resource: Resource, *, namespace: str, label_selector: str, field_selector: str
-    ) -> AsyncIterator[Manifest]:
+    async def _pages(self, resource: Resource, *, namespace: str, label_selector: str) -> AsyncIterator[Manifest]:
         token = ""
         while True:
-            query = {
-                "limit": str(PAGE_LIMIT),
-                "labelSelector": label_selector,
-                "fieldSelector": field_selector,
-                "continue": token,
-            }
+            query = {"limit": str(PAGE_LIMIT), "labelSelector": label_selector, "continue": token}
             page = await self._request("GET", resource.path(namespace=namespace), query=query)
             for item in page["items"]:
                 yield item

@@ -74,7 +74,11 @@ class Election:
 
     async def acquire(self) -> None:
         """Wait until this candidate is the leader."""
-        while not await self._try():  # noqa: ASYNC110 -- what is waited for happens in other processes
+        stands_by = False
+        while not await self._try():
+            if self._seen_version and not stands_by:
+                stands_by = True
+                logger.info("%s stands by for the lease %s/%s", self._identity, self._namespace, self._name)
             await asyncio.sleep(self._times.retry)
         logger.info("%s is the leader", self._identity)
 

@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvoffload.api.keys import (
-    CONTAINER_ANNOTATION,
     DAEMON_NODE_LABEL_PREFIX,
     DAEMON_OF_LABEL,
     INJECTED_ANNOTATION,
@@ -68,7 +67,6 @@ class ObservedDaemonPod:
     name: str
     node: str
     is_running: bool
-    started_at: datetime | None
     problem: str
     """What scheduler or kubelet say of a pod that does not run, or of a container that fails; empty if nothing."""
 
@@ -85,7 +83,6 @@ class ObservedPod:
     injected: str
     skip_reason: str
     predicted_layout: str
-    container: str
     is_running: bool
     is_over: bool
     started_at: datetime | None
@@ -144,7 +141,6 @@ def observe_daemon_pod(manifest: Manifest) -> ObservedDaemonPod:
         name=manifest["metadata"]["name"],
         node=node,
         is_running=status.get("phase") == "Running" and "deletionTimestamp" not in manifest["metadata"],
-        started_at=_time(status.get("startTime")),
         problem=_pod_problem(status),
     )
 
@@ -185,7 +181,6 @@ def observe_pod(manifest: Manifest) -> ObservedPod:
         injected=annotations.get(INJECTED_ANNOTATION, ""),
         skip_reason=annotations.get(SKIP_REASON_ANNOTATION, ""),
         predicted_layout=annotations.get(REPLICATED_LAYOUT_ANNOTATION, ""),
-        container=annotations.get(CONTAINER_ANNOTATION, ""),
         is_running=status.get("phase") == "Running",
         is_over=status.get("phase") in ("Succeeded", "Failed") or "deletionTimestamp" in metadata,
         started_at=_time(status.get("startTime")),
@@ -199,10 +194,7 @@ def observe_pool(manifest: Manifest) -> ObservedPool:
     try:
         pool = KVOffloadPool.from_manifest(dict(manifest))
     except ValidationError as error:
-        problem = "; ".join(
-            f"spec.{'.'.join(str(part) for part in details['loc'])}: {details['msg']}"
-            for details in error.errors(include_url=False)
-        )
+        problem = describe_spec_error(error)
     return ObservedPool(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -213,6 +205,11 @@ def observe_pool(manifest: Manifest) -> ObservedPool:
         spec_fields=frozenset(manifest.get("spec", {})),
         status=manifest.get("status") or {},
     )
+
+
+def describe_spec_error(error: ValidationError) -> str:
+    """Every field that this version cannot read, with what is wrong with it."""
+    return "; ".join(f"spec.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
 
 
 def observe_region(manifest: Manifest) -> KVOffloadRegion:

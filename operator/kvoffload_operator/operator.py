@@ -9,7 +9,6 @@ acquire the lease
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -72,11 +71,6 @@ class Operator:
         self._pods: WorkQueue[Key] = WorkQueue()
         self._synced = asyncio.Event()
         kube.check_may_write = election.check
-
-    @property
-    def view(self) -> ClusterView:
-        """What it knows of the cluster."""
-        return self._view
 
     async def run(self) -> None:
         """Be a candidate, then the leader; returns when the lease is lost."""
@@ -181,19 +175,15 @@ class Operator:
 
     async def _resync(self) -> None:
         view, namespace = self._view, self._settings.namespace
-        update: tuple[tuple[Resource, str, Callable[..., Dirty], dict[str, str]], ...] = (
-            (POOLS, "kvoffloadpools", view.update_pool, {}),
-            (NODES, "nodes", view.update_node, {}),
-            (
-                DAEMONSETS,
-                "daemonsets",
-                view.update_daemonset,
-                {"namespace": namespace, "label_selector": DAEMON_OF_LABEL},
-            ),
-            (REGIONS, "kvoffloadregions", view.update_region, {}),
-            (PODS, "pods", view.update_pod, {"label_selector": POOL_LABEL}),
+        update: tuple[tuple[Resource, Callable[..., Dirty], dict[str, str]], ...] = (
+            (POOLS, view.update_pool, {}),
+            (NODES, view.update_node, {}),
+            (DAEMONSETS, view.update_daemonset, {"namespace": namespace, "label_selector": DAEMON_OF_LABEL}),
+            (REGIONS, view.update_region, {}),
+            (PODS, view.update_pod, {"label_selector": POOL_LABEL}),
         )
-        for resource, kind, take, query in update:
+        for resource, take, query in update:
+            kind = resource.plural
             before = view.keys_of(kind)
             seen = set()
             for manifest in await self._kube.list_all(resource, **query):
@@ -293,6 +283,5 @@ async def run_operator(settings: Settings) -> int:
     try:
         await Operator(settings, kube, LeaseKeeper(connect, make_election)).run()
     finally:
-        with contextlib.suppress(KVOffloadError):
-            await kube.close()
+        await kube.close()
     return 1

@@ -1,6 +1,6 @@
 """Names that need a pass: each at most once in line, never two passes over one name at a time, failures later.
 
-Runs in the operator's event loop; handlers add, `__main__`'s worker takes.
+Runs in the operator's event loop; handlers add, `operator.py`'s workers take.
 
     add ---> waiting --get--> running --done--> (waiting again if it was added meanwhile)
                 ^------ after a delay -------'

@@ -39,7 +39,8 @@ class FaultyProxy:
     def start(self) -> "FaultyProxy":
         """Begin to listen."""
         self._thread.start()
-        self._started.wait(10)
+        if not self._started.wait(10):
+            raise TimeoutError("the proxy did not begin to listen")
         return self
 
     def stop(self) -> None:

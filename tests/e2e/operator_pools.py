@@ -11,19 +11,22 @@ QUICK = {"resync_seconds": "3", "unattached_seconds": "2", "daemon_silence_secon
 """Settings that make the operator look again soon."""
 
 
+def pool_manifest(name: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "kvoffload.io/v1alpha1",
+        "kind": "KVOffloadPool",
+        "metadata": {"name": name},
+        "spec": {"capacity": "64Mi", **spec},
+    }
+
+
 @pytest.fixture
 def make_pool(control_plane: ControlPlane) -> Iterator[Callable[..., str]]:
     """Makes pools; afterwards they are deleted and everything of theirs must be gone."""
     made: list[str] = []
 
     def make(name: str, **spec: Any) -> str:
-        manifest = {
-            "apiVersion": "kvoffload.io/v1alpha1",
-            "kind": "KVOffloadPool",
-            "metadata": {"name": name},
-            "spec": {"capacity": "64Mi", **spec},
-        }
-        control_plane.apply(manifest)
+        control_plane.apply(pool_manifest(name, **spec))
         made.append(name)
         return name
 
@@ -53,7 +56,7 @@ def condition(plane: ControlPlane, pool: str, type: str) -> dict[str, Any]:
     return next((one for one in status.get("conditions", []) if one["type"] == type), {"status": "", "reason": ""})
 
 
-def make_ready(plane: ControlPlane, pool: str) -> float:
+def make_ready(plane: ControlPlane, pool: str, *, seconds: float = 30.0) -> float:
     """Be the kubelets and daemons until the pool is Ready."""
 
     def is_ready() -> bool:
@@ -61,7 +64,7 @@ def make_ready(plane: ControlPlane, pool: str) -> float:
         report_regions(plane)
         return condition(plane, pool, "Ready")["status"] == "True"
 
-    return wait_until(is_ready, f"pool {pool} to be Ready")
+    return wait_until(is_ready, f"pool {pool} to be Ready", seconds=seconds)
 
 
 def node_labels(plane: ControlPlane, node: str) -> dict[str, str]:

@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 
 from e2e.control_plane import NAMESPACE, ControlPlane, region_report
+from e2e.operator_pools import pool_manifest
 
 pytestmark = pytest.mark.e2e
 
 
 def pool(name: str = "api-test", **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "kvoffload.io/v1alpha1",
-        "kind": "KVOffloadPool",
-        "metadata": {"name": name},
-        "spec": {"capacity": "64Mi", **spec},
-    }
+    return pool_manifest(name, **spec)
 
 
 def try_apply(plane: ControlPlane, manifest: dict[str, Any]) -> str:

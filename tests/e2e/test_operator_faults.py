@@ -5,16 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.control_plane import (
-    NAMESPACE,
-    ControlPlane,
-    free_port,
-    report_regions,
-    run_daemon_pods,
-    running_operator,
-    wait_until,
-)
+from e2e.control_plane import ControlPlane, free_port, running_operator, wait_until
 from e2e.faulty_proxy import FaultyProxy
+from e2e.operator_pools import leftovers, make_ready, pool_manifest
 
 pytestmark = pytest.mark.e2e
 
@@ -26,38 +19,6 @@ def proxy(control_plane: ControlPlane) -> Iterator[FaultyProxy]:
     running = FaultyProxy(control_plane.url, free_port()).start()
     yield running
     running.stop()
-
-
-def ready(plane: ControlPlane, pool: str) -> bool:
-    run_daemon_pods(plane)
-    report_regions(plane)
-    conditions = plane.get("kvpool", pool).get("status", {}).get("conditions", [])
-    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-
-
-def make_pool(plane: ControlPlane, name: str) -> None:
-    plane.apply(
-        {
-            "apiVersion": "kvoffload.io/v1alpha1",
-            "kind": "KVOffloadPool",
-            "metadata": {"name": name},
-            "spec": {"capacity": "64Mi"},
-        }
-    )
-
-
-def is_gone(plane: ControlPlane, pool: str) -> bool:
-    run_daemon_pods(plane)
-    labelled = [
-        node
-        for node in plane.get("nodes")["items"]
-        if f"daemon.kvoffload.io/{pool}" in node["metadata"].get("labels", {})
-    ]
-    return (
-        not labelled
-        and plane.find("daemonset", f"kvoffload-{pool}", "-n", NAMESPACE) is None
-        and not [one for one in plane.get("kvregion")["items"] if one["spec"]["poolName"] == pool]
-    )
 
 
 def test_every_third_request_fails_and_the_pool_still_becomes_ready_and_goes(
@@ -72,10 +33,10 @@ def test_every_third_request_fails_and_the_pool_still_becomes_ready_and_goes(
 
     with running_operator(control_plane, "faulty", url=proxy.url, resync_seconds="5"):
         proxy.fault = fault
-        make_pool(control_plane, "faults")
-        wait_until(lambda: ready(control_plane, "faults"), "the pool to be Ready", seconds=90)
+        control_plane.apply(pool_manifest("faults"))
+        make_ready(control_plane, "faults", seconds=90)
         control_plane.kubectl("delete", "kvpool", "faults")
-        wait_until(lambda: is_gone(control_plane, "faults"), "everything of the pool to go", seconds=90)
+        wait_until(lambda: not leftovers(control_plane, ["faults"]), "everything of the pool to go", seconds=90)
     assert set(proxy.answered) == set(STATUSES), "each of them was met"
 
 
@@ -96,8 +57,8 @@ def test_watches_that_are_refused_for_a_while_are_mended(
             return None
 
         proxy.fault = fault
-        make_pool(control_plane, "watches")
-        wait_until(lambda: ready(control_plane, "watches"), "the pool to be Ready", seconds=60)
+        control_plane.apply(pool_manifest("watches"))
+        make_ready(control_plane, "watches", seconds=60)
         control_plane.kubectl("delete", "kvpool", "watches")
-        wait_until(lambda: is_gone(control_plane, "watches"), "everything of the pool to go", seconds=60)
+        wait_until(lambda: not leftovers(control_plane, ["watches"]), "everything of the pool to go", seconds=60)
         assert operator.process.poll() is None, operator.log.read_text()[-2000:]

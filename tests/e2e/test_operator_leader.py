@@ -8,6 +8,7 @@ import pytest
 
 from e2e.control_plane import ControlPlane, OperatorProcess, free_port, start_operator, wait_until
 from e2e.faulty_proxy import FaultyProxy
+from e2e.operator_pools import pool_manifest
 
 pytestmark = pytest.mark.e2e
 
@@ -46,23 +47,16 @@ def test_the_second_takes_over_in_time_and_the_first_never_writes_again(
     try:
         wait_until(lambda: first.is_leader, "the first to lead")
         second = start_operator(control_plane, "second")
-        # it must have seen the lease, or its wait begins later than a running replica's would
-        wait_until(lambda: holder(control_plane) == "first", "the first to hold the lease")
-        time.sleep(3)  # imports and first look of the second replica: nothing of it is visible from outside
+        # it must have seen who holds the lease, or its wait begins later than a running replica's would
+        log = second.log
+        wait_until(lambda: "second stands by" in log.read_text(), "the second to have seen the lease")
         held_up_at = time.time()
         hold_up(first, proxy)
         took = wait_until(lambda: holder(control_plane) == "second", "the second to lead", seconds=30)
         assert took <= TAKEOVER_SECONDS
         taken_at = time.time()
         # work that a waking leader would do at once if it believed itself
-        control_plane.apply(
-            {
-                "apiVersion": "kvoffload.io/v1alpha1",
-                "kind": "KVOffloadPool",
-                "metadata": {"name": "takeover"},
-                "spec": {"capacity": "64Mi"},
-            }
-        )
+        control_plane.apply(pool_manifest("takeover"))
         wait_until(lambda: control_plane.find("kvregion", "takeover.n1") is not None, "the second to work")
         wake(first, proxy)
         if first.process.poll() is None:

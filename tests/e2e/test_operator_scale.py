@@ -22,6 +22,7 @@ from e2e.control_plane import (
     running_operator,
     wait_until,
 )
+from e2e.operator_pools import pool_manifest
 from hack.cache import REPOSITORY
 from hack.cluster.programs import GoProgram, build_program
 from kvoffload_operator.kube import NODES, REGIONS, KubeClient
@@ -167,14 +168,7 @@ def test_a_thousand_nodes_become_ready_within_a_minute_and_then_it_is_quiet(plan
     asyncio.run(add_nodes(plane))
     with running_operator(plane, resync_seconds="3600") as operator:
         started = time.time()
-        plane.apply(
-            {
-                "apiVersion": "kvoffload.io/v1alpha1",
-                "kind": "KVOffloadPool",
-                "metadata": {"name": "scale"},
-                "spec": {"capacity": "64Mi", "nodeSelector": {"gpu": "yes"}},
-            }
-        )
+        plane.apply(pool_manifest("scale", nodeSelector={"gpu": "yes"}))
         reported: set[str] = set()
         provisioned = 0.0
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from cryptography import x509
 
 from e2e.control_plane import (
     NAMESPACE,
@@ -31,6 +32,7 @@ from e2e.control_plane import (
     running_operator,
     wait_until,
 )
+from e2e.operator_pools import pool_manifest
 from kvoffload_operator.webhook.certificates import make_certificate
 from operator_builders import pod_manifest
 
@@ -106,14 +108,7 @@ def replicas(control_plane: ControlPlane) -> Iterator[list[Replica]]:
     control_plane.apply(service)
     configurations = [one for one in render_chart() if one["kind"].endswith("WebhookConfiguration")]
     control_plane.apply(*configurations)
-    control_plane.apply(
-        {
-            "apiVersion": "kvoffload.io/v1alpha1",
-            "kind": "KVOffloadPool",
-            "metadata": {"name": "main"},
-            "spec": {"capacity": "64Mi", "nodeSelector": {"nowhere": "yes"}},
-        }
-    )
+    control_plane.apply(pool_manifest("main", nodeSelector={"nowhere": "yes"}))
     running: list[Replica] = []
     with running_operator(control_plane, "operator-w"):
         try:
@@ -235,12 +230,7 @@ def test_an_update_is_left_alone(control_plane: ControlPlane, replicas: list[Rep
 def test_a_pool_s_warnings_and_errors_are_shown_when_it_is_applied(
     control_plane: ControlPlane, replicas: list[Replica]
 ) -> None:
-    manifest = {
-        "apiVersion": "kvoffload.io/v1alpha1",
-        "kind": "KVOffloadPool",
-        "metadata": {"name": "warned"},
-        "spec": {"capacity": "64Mi", "sharing": "Pool"},
-    }
+    manifest = pool_manifest("warned", sharing="Pool")
     answer = control_plane.kubectl("apply", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest), check=False)
     assert "Warning: spec.nodeSelector is empty" in answer
     assert "Warning: spec.sharing Pool lets pods of every allowed namespace" in answer
@@ -259,7 +249,6 @@ class Load:
     num_injected: int = 0
     num_missed: int = 0
     num_failed: int = 0
-    durations: list[float] | None = None
 
 
 async def create_many(plane: ControlPlane, load: Load, *, until: asyncio.Event, at_least: int, parallel: int) -> None:
@@ -287,8 +276,6 @@ async def create_many(plane: ControlPlane, load: Load, *, until: asyncio.Event, 
 
 def served_serial(replica: Replica) -> int:
     """Serial number of the certificate that a replica serves now."""
-    from cryptography import x509
-
     pem = ssl.get_server_certificate((host_address(), replica.port), timeout=10)
     return x509.load_pem_x509_certificate(pem.encode()).serial_number
 

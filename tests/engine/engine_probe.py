@@ -7,7 +7,6 @@ as it is in the KV cache afterwards; the test compares them over all ranks.
 
 import ctypes
 import hashlib
-from pathlib import Path
 from typing import Any
 
 
@@ -70,15 +69,3 @@ class Probe:
             return
         address = self.kvo_worker._mapping.address + offset
         ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ 0xFF, 1)
-
-    def probe_smaps(self) -> dict[str, int]:
-        """Kernel page size of the mapped region, from this process's own smaps."""
-        wanted = f"{self.kvo_worker._mapping.address:x}-"
-        inside = False
-        with Path("/proc/self/smaps").open() as smaps:
-            for line in smaps:
-                if line.startswith(wanted):
-                    inside = True
-                elif inside and line.startswith("KernelPageSize:"):
-                    return {"kernel_page_size_bytes": int(line.split()[1]) * 1024}
-        return {}

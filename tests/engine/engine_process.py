@@ -10,9 +10,9 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,18 +42,9 @@ class Generated:
 
 
 def build_library(folder: Path) -> Path:
-    """The tree that a pod gets: the two packages and a dist-info with the entry point."""
+    """The tree that a pod gets, by the image's own script."""
     library = folder / "lib"
-    if not library.exists():
-        library.mkdir(parents=True)
-        for package in ("kvoffload", "kvoffload_engine"):
-            shutil.copytree(ROOT / "agent" / package, library / package, ignore=shutil.ignore_patterns("__pycache__"))
-        information = library / "kvoffload_engine-0.1.0.dist-info"
-        information.mkdir()
-        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: kvoffload-engine\nVersion: 0.1.0\n")
-        (information / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nkvoffload = kvoffload_engine.plugin:register\n"
-        )
+    subprocess.run([sys.executable, ROOT / "agent" / "build_engine_library.py", library], check=True)
     return library
 
 

@@ -1,5 +1,5 @@
-"""Manager, workers and connector against the real classes of vLLM, without a model: `no_model_checks.py`, one test a
-check.
+"""Manager, workers and connector against the real classes of vLLM, without a model: `plain_checks.py`,
+`restart_checks.py` and `fault_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -24,8 +24,11 @@ from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
-SOURCE = (HERE / "no_model_checks.py").read_text()
-CHECKS = re.findall(r"@check\ndef (\w+)\(", SOURCE)
+CHECKS = [
+    name
+    for kind in ("plain", "restart", "fault")
+    for name in re.findall(r"@check\ndef (\w+)\(", (HERE / f"{kind}_checks.py").read_text())
+]
 CAPACITY_BYTES = 16 << 20
 
 
@@ -39,7 +42,7 @@ def run_checks(python: Path, kind: str, socket: Path, folder: Path, overlay: Pat
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     done = subprocess.run(
-        [str(python), str(HERE / "no_model_checks.py"), kind, str(socket), str(folder)],
+        [str(python), str(HERE / f"{kind}_checks.py"), str(socket), str(folder)],
         env=environment,
         capture_output=True,
         text=True,
@@ -81,7 +84,7 @@ def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> 
         keeper = threading.Thread(target=keep_pool, args=(daemon, commands, answers))
         keeper.start()
         try:
-            return results | run_checks(python, "pool", socket, folder, overlay)
+            return results | run_checks(python, "restart", socket, folder, overlay)
         finally:
             commands.write(b"end\n")
             keeper.join()
@@ -99,7 +102,7 @@ def run_with_faults(python: Path, folder: Path, overlay: Path | None = None) -> 
         )
         try:
             assert answers.readline() == b"ready\n"
-            return run_checks(python, "control", socket, folder, overlay)
+            return run_checks(python, "fault", socket, folder, overlay)
         finally:
             daemon.kill()
             daemon.wait()

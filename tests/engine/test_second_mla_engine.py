@@ -1,7 +1,4 @@
-"""A second engine, started after the first has ended: warm from its first request, with the first one's bytes.
-
-Runs after `test_mla_engine.py` on the same pool; both use the prompt below.
-"""
+"""A second engine, started after the first has ended: warm from its first request, with the first one's bytes."""
 
 import pytest
 from engine_process import EngineProcess, make_prompt

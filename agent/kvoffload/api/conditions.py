@@ -157,9 +157,3 @@ def transition(
 def find(conditions: Sequence[Condition], type: str) -> Condition | None:
     """The condition of that type, None if it has never been set."""
     return next((condition for condition in conditions if condition.type == type), None)
-
-
-def is_true(conditions: Sequence[Condition], type: str) -> bool:
-    """Whether the condition is there and True."""
-    condition = find(conditions, type)
-    return condition is not None and condition.status == "True"

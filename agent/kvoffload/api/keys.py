@@ -1,6 +1,7 @@
 """Names of labels, annotations and environment variables, and the closed set of skip reasons.
 
-Imported by the operator, the webhook, the node daemon and the command line; each name is written here and nowhere else.
+Imported by the operator, the webhook, the node daemon and the command line; each name is written here, and again only
+in the engine, which may not load this package (`kvoffload_engine.environment`; a test holds the two together).
 """
 
 from enum import StrEnum
@@ -40,8 +41,6 @@ DAEMON_NODE_LABEL_VALUE = "run"
 # On our own objects.
 DAEMON_OF_LABEL = "kvoffload.io/daemon-of"
 """The pool of a DaemonSet, its pods and its regions."""
-REGION_NODE_LABEL = "kvoffload.io/node"
-"""The node of a region, hashed where longer than a label value may be."""
 
 # In the pod: the emptyDir and what is in it.
 VOLUME_NAME = "kvoffload"

@@ -85,13 +85,3 @@ def build_part_layout(
         GroupPages(tuple(index for index, _ in group), tuple(num_bytes for _, num_bytes in group)) for group in pages
     )
     return PartLayout(groups, blocks_per_chunk, has_checksums)
-
-
-def writer_of_page(slot_offset: int, slot_bytes: int, page: int, num_sharers: int) -> int:
-    """Which of the ranks that hold a part writes this page of the slot at `slot_offset`.
-
-    Pages go round in turns, and the turn begins with another rank from slot to slot: where a chunk has one page (a
-    packed tensor), the ranks take turns by chunk. `kvoffload_engine.transfer.plan` computes the same for whole
-    arrays.
-    """
-    return (slot_offset // slot_bytes + page) % num_sharers

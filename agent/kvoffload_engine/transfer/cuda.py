@@ -2,9 +2,9 @@
 
 Runs in vLLM's workers, called by `kvoffload_engine.worker`. Order, for each direction:
 
-    compute stream  ──model──┐ wait_stream            (a store reads what the model wrote; a load's target may still
-    be transfer stream          └─ start event ─ copies ─ end event                        zeroed or written by it)
-    next transfer                                       └ wait_event: in the order of submission
+    compute stream   ──model──┐ wait_stream       (a store reads what the model wrote; a load's target may still be
+    transfer stream           └─ start event ─ copies ─ end event                          zeroed or written by it)
+    next transfer                                           └ wait_event: in the order of submission
 
 A job is finished when its end event is. Only the device calls are vLLM's and torch's (`VllmDevice`); tests put a
 recorder in their place.
@@ -160,10 +160,8 @@ class VllmDevice:
     def __init__(self) -> None:
         import torch
         from vllm import _custom_ops
-        from vllm.platforms import current_platform
 
         self._torch = torch
-        self._platform = current_platform
         self._swap = _custom_ops.swap_blocks_batch
 
     def current_stream(self) -> Any:
@@ -195,13 +193,13 @@ class VllmDevice:
             self._swap(descriptors[0], descriptors[1], descriptors[2], is_src_access_order_any=not to_region)
 
     def register(self, address: int, num_bytes: int) -> str:
-        """CudaHostRegister, through torch's own runtime."""
+        """`cudaHostRegister`, through torch's own runtime."""
         runtime = self._torch.cuda.cudart()
         status = runtime.cudaHostRegister(address, num_bytes, 0)
         return "" if int(status) == 0 else f"cudaHostRegister of {num_bytes} bytes: {status}"
 
     def unregister(self, address: int) -> None:
-        """CudaHostUnregister."""
+        """`cudaHostUnregister`."""
         status = self._torch.cuda.cudart().cudaHostUnregister(address)
         if int(status) != 0:
             logger.warning("kvoffload: cudaHostUnregister: %s", status)

@@ -44,19 +44,21 @@ WHOLE = Stripe(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """One row for each page to copy: addresses, bytes, the slot it belongs to (index into the job's slots), and
-    where the page's checksum stands (an address; of no meaning where the layout has none)."""
+    """One row for each page to copy: addresses, bytes, and where the page's checksum stands (an address; of no meaning
+    where the layout has none)."""
 
     device_addresses: Int64Array
     host_addresses: Int64Array
     num_bytes: Int64Array
-    slot_indices: Int64Array
     checksum_addresses: Int64Array
 
     @property
     def total_bytes(self) -> int:
         """Bytes that the plan moves."""
         return int(self.num_bytes.sum())
+
+
+EMPTY_PLAN = CopyPlan(*(np.empty(0, dtype=np.int64) for _ in range(4)))
 
 
 class PlanError(ValueError):
@@ -111,13 +113,14 @@ def plan_copy(
         host = (
             part_begin + in_chunk[:, None] * group.block_bytes + np.array(group.page_offsets, dtype=np.int64)[None, :]
         )
+        # pages go round the ranks in turns that begin with another rank from slot to slot: where a chunk has one page
+        # (a packed tensor), the ranks take turns by chunk
         mine = (slots[chunk][:, None] // slot_bytes + page) % stripe.sharers == stripe.index
         pieces.append(
             (
                 device[mine],
                 host[mine],
                 np.broadcast_to(np.array(group.page_bytes, dtype=np.int64), page.shape)[mine],
-                np.broadcast_to(chunk[:, None], page.shape)[mine],
                 (part_begin + layout.checksum_offset + CHECKSUM_BYTES * page)[mine],
             )
         )
@@ -126,5 +129,5 @@ def plan_copy(
     if next_block != ids.size or next_slot != slots.size:
         raise PlanError(f"{ids.size} blocks and {slots.size} slots, of which the job uses {next_block} and {next_slot}")
     if not pieces:
-        return CopyPlan(*(np.empty(0, dtype=np.int64) for _ in range(5)))
+        return EMPTY_PLAN
     return CopyPlan(*(np.concatenate(column) for column in zip(*pieces, strict=True)))

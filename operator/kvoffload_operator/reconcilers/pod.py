@@ -14,9 +14,6 @@ from kvoffload.api.region import MAX_ENGINES, KVOffloadRegion, RegionEngine, reg
 from kvoffload_operator.events import EventRecorder, PodEvent, Regarding
 from kvoffload_operator.observe import ClusterView, ObservedPod
 
-MISSED = "MissedByWebhook"
-UNATTACHED = "Unattached"
-
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
@@ -132,8 +129,8 @@ class PodReconciler:
             if pod.is_over or not pod.is_running:
                 continue
             if not pod.injected:
-                yield pod.skip_reason if pod.skip_reason in set(SkipReason) else MISSED
+                yield pod.skip_reason if pod.skip_reason in set(SkipReason) else PodEvent.MISSED_BY_WEBHOOK
                 continue
             region = self._view.regions.get(region_name(pod.pool, pod.node)) if pod.node else None
             if is_unattached(pod, region, now=now, unattached_after=self._unattached_after):
-                yield UNATTACHED
+                yield PodEvent.UNATTACHED

@@ -1,4 +1,4 @@
-"""Reconciles a pool: observe, plan (pure), apply, one status write, then events. Called by `__main__`'s worker.
+"""Reconciles a pool: observe, plan (pure), apply, one status write, then events. Called by `operator.py`'s worker.
 
 Order of writing, so that a daemon told to stop can see why: regions of nodes that no longer match are deleted before
 their node's label is taken away; the DaemonSet is applied before nodes are labelled for it.
@@ -39,7 +39,7 @@ from kvoffload_operator.policies.pool import (
     overlaps_another,
 )
 from kvoffload_operator.reconcilers.region import NodePlan, apply_node, label_node, plan_node
-from kvoffload_operator.resources.daemonset import DaemonSetOptions, build_daemonset
+from kvoffload_operator.resources.daemonset import SPEC_HASH_ANNOTATION, DaemonSetOptions, build_daemonset
 from kvoffload_operator.status import (
     InjectionHealth,
     build_invalid_status,
@@ -104,10 +104,7 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
     capacity_bytes = _pod_capacity(spec.capacity, facts)
     daemonset = build_daemonset(observed.name, spec, capacity_bytes=capacity_bytes, options=options)
     current = facts.daemonset
-    unchanged = (
-        current is not None and current.spec_hash == daemonset["metadata"]["annotations"]["kvoffload.io/spec-hash"]
-    )
-    keeps = unchanged or (not may_create)
+    unchanged = current is not None and current.spec_hash == daemonset["metadata"]["annotations"][SPEC_HASH_ANNOTATION]
     degradations = [
         violation
         for violation in (
@@ -130,7 +127,7 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
     )
     unsettled = any(plan.state in (NodeState.PENDING, NodeState.NOT_REPORTING) for plan in node_plans)
     return PoolPlan(
-        daemonset=None if keeps else daemonset,
+        daemonset=daemonset if may_create and not unchanged else None,
         nodes=node_plans,
         regions_to_delete=tuple(
             (region.name, region.uid)
@@ -151,11 +148,6 @@ def all_daemons_available(daemonset: ObservedDaemonSet | None, nodes: Iterable[O
     if daemonset is None or not daemonset.is_settled:
         return False
     return daemonset.num_desired == sum(daemon_node_label(daemonset.pool) in node.labels for node in nodes)
-
-
-def plan_absent_pool(name: str, facts_nodes: tuple[ObservedNode, ...]) -> Mapping[str, tuple[str, ...]]:
-    """Labels to take off nodes after a pool is gone, by node."""
-    return _stale_labels(name, facts_nodes)
 
 
 def _fallback_in_use(fallback: Fallback) -> list[PoolViolation]:
@@ -210,7 +202,8 @@ def _node_facts(facts: PoolFacts, pool: KVOffloadPool, node: ObservedNode) -> No
     )
 
 
-def _stale_labels(pool: str, nodes: Any) -> dict[str, tuple[str, ...]]:
+def _stale_labels(pool: str, nodes: Iterable[ObservedNode]) -> dict[str, tuple[str, ...]]:
+    """The pool's labels on these nodes, by node: what is to be taken off them."""
     ours = (ready_node_label(pool), daemon_node_label(pool))
     stale = {node.name: tuple(label for label in ours if label in node.labels) for node in nodes}
     return {name: labels for name, labels in stale.items() if labels}
@@ -315,5 +308,5 @@ class PoolReconciler:
         daemonset = self._view.daemonset_of(name)
         if daemonset is not None:
             await self._kube.delete(DAEMONSETS, daemonset.name, namespace=self._options.namespace, uid=daemonset.uid)
-        for node, labels in plan_absent_pool(name, tuple(self._view.nodes.values())).items():
+        for node, labels in _stale_labels(name, self._view.nodes.values()).items():
             await label_node(self._kube, self._view, node, dict.fromkeys(labels))

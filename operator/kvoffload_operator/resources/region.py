@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvoffload.api.keys import DAEMON_OF_LABEL
+from kvoffload.api.keys import API_VERSION, DAEMON_OF_LABEL
 from kvoffload.api.pool import KVOffloadPoolSpec
 from kvoffload.api.region import KVOffloadRegionSpec, RegionQuota, region_name
 
@@ -44,7 +44,7 @@ def build_region(pool: str, pool_uid: str, spec: KVOffloadRegionSpec) -> Manifes
             "labels": {"app.kubernetes.io/name": "kvoffload", DAEMON_OF_LABEL: pool},
             "ownerReferences": [
                 {
-                    "apiVersion": "kvoffload.io/v1alpha1",
+                    "apiVersion": API_VERSION,
                     "kind": "KVOffloadPool",
                     "name": pool,
                     "uid": pool_uid,

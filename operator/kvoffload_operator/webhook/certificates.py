@@ -16,7 +16,7 @@ import logging
 import ssl
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,8 @@ PREVIOUS_CA = "previous-ca.crt"
 ANNOUNCED_AT = "announced-at"
 PROMOTE_AFTER = timedelta(seconds=15)
 """Time for every API server to see a new caBundle before a certificate that needs it is served."""
+FOLLOW_SECONDS = 5.0
+"""How often the webhook looks whether its source changed."""
 
 
 class CertificateUnusable(KVOffloadError):
@@ -52,7 +54,7 @@ class RotationPlan:
     bundle: bytes
     recheck_after: timedelta
     expires_at: datetime
-    step: str = field(default="keep")
+    step: str = "keep"
 
 
 def make_certificate(dns_names: tuple[str, ...], *, now: datetime, lifetime: timedelta) -> dict[str, bytes]:
@@ -275,8 +277,8 @@ class FolderSource:
 class CertificateWatch:
     """Keeps a server context at what the source holds."""
 
-    def __init__(self, source: CertificateSource, *, period_seconds: float = 5.0) -> None:
-        self._source, self._period_seconds = source, period_seconds
+    def __init__(self, source: CertificateSource) -> None:
+        self._source = source
         self._loaded: tuple[bytes, bytes] | None = None
         self.expires_at: datetime | None = None
 
@@ -291,7 +293,7 @@ class CertificateWatch:
     async def follow(self, context: ssl.SSLContext) -> None:
         """Reload in place whenever the source changes; runs until cancelled."""
         while True:
-            await asyncio.sleep(self._period_seconds)
+            await asyncio.sleep(FOLLOW_SECONDS)
             await self.refresh(context)
 
     async def refresh(self, context: ssl.SSLContext | None) -> ssl.SSLContext | None:

@@ -104,15 +104,11 @@ def parse_command_line(
     """Find vLLM's arguments. `environment` maps names to literal values, None where they come from elsewhere."""
     words = [_expand_kubelet(word, environment) for word in (*command, *args)]
     if not command:
-        if "vllm" in image.rpartition("/")[2].lower() or "vllm" in image.lower():
-            found = _find_vllm(words)
-            options, complete = _parse_options(words if found is None else found)
-            return CommandLine(Launch.IMAGE if found is None else Launch.VLLM, options, complete)
         found = _find_vllm(words)
-        if found is None:
+        if found is None and "vllm" not in image.lower():
             return CommandLine(Launch.UNKNOWN, is_complete=False)
-        options, complete = _parse_options(found)
-        return CommandLine(Launch.VLLM, options, complete)
+        options, complete = _parse_options(words if found is None else found)
+        return CommandLine(Launch.IMAGE if found is None else Launch.VLLM, options, complete)
     return _parse_words(words, environment, depth=0)
 
 

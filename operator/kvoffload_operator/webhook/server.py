@@ -20,6 +20,7 @@ from kvoffload.api.keys import POOL_LABEL
 from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec
 from kvoffload_operator import metrics
 from kvoffload_operator.kube import NAMESPACES, POOLS, KubeClient, Resource
+from kvoffload_operator.observe import describe_spec_error
 from kvoffload_operator.webhook.injection import Outcome, PoolFacts, inject
 from kvoffload_operator.webhook.validation import validate_pool_spec
 
@@ -174,11 +175,11 @@ class AdmissionServer:
         try:
             validation = validate_pool_spec(KVOffloadPoolSpec.model_validate(spec))
         except ValidationError as error:
-            details = "; ".join(
-                f"spec.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)
-            )
-            return {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": details}}
+            return _refusal(describe_spec_error(error))
         if validation.errors:
-            message = "; ".join(map(str, validation.errors))
-            return {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}
+            return _refusal("; ".join(map(str, validation.errors)))
         return {"allowed": True, "warnings": list(validation.warnings)}
+
+
+def _refusal(message: str) -> dict[str, Any]:
+    return {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}

@@ -19,7 +19,7 @@ BASE = 1 << 40
 
 def plan(num_pages: int = 2, offset: int = 0) -> CopyPlan:
     host = BASE + offset + np.arange(num_pages, dtype=np.int64) * 64
-    return CopyPlan(host + (1 << 41), host, np.full(num_pages, 64), np.zeros(num_pages, dtype=np.int64), host)
+    return CopyPlan(host + (1 << 41), host, np.full(num_pages, 64), host)
 
 
 class Recorder:

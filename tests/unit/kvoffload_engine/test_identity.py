@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvoffload.layout.gate import LayerFacts
-from kvoffload_engine.identity import WEIGHTS_ID_VARIABLE, collect_identity, weights_identity
+from kvoffload_engine.environment import WEIGHTS_ID_VARIABLE
+from kvoffload_engine.identity import collect_identity, weights_identity
 
 
 class HfConfig(SimpleNamespace):

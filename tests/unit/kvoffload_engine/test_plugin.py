@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvoffload_engine import compat, plugin
+from kvoffload_engine.environment import DECISION_VARIABLE
 
 
 @dataclass
@@ -55,8 +56,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> type[StubArgs]:
     monkeypatch.setattr(compat, "require_names", lambda: None)
     monkeypatch.setenv("KVOFFLOAD_SOCKET", str(tmp_path / "nobody.sock"))
     # Set and deleted, so that what the plugin remembers there is undone after the test.
-    monkeypatch.setenv(plugin.DECISION_VARIABLE, "")
-    monkeypatch.delenv(plugin.DECISION_VARIABLE)
+    monkeypatch.setenv(DECISION_VARIABLE, "")
+    monkeypatch.delenv(DECISION_VARIABLE)
     return args
 
 
@@ -93,7 +94,7 @@ def test_processes_that_come_later_take_the_same_decision_and_engine_id(stub: ty
 
 def test_a_remembered_refusal_holds_for_later_processes(stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = {"attach": False, "reason": "X", "message": "", "engine_id": "", "model": "stub"}
-    monkeypatch.setenv(plugin.DECISION_VARIABLE, json.dumps(refusal))
+    monkeypatch.setenv(DECISION_VARIABLE, json.dumps(refusal))
     plugin.register()
     assert stub().create_engine_config().kv_transfer_config is None
 
@@ -102,7 +103,7 @@ def test_another_model_of_the_same_process_gets_a_decision_of_its_own(
     stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = {"attach": False, "reason": "X", "message": "", "engine_id": "", "model": "an encoder"}
-    monkeypatch.setenv(plugin.DECISION_VARIABLE, json.dumps(refusal))
+    monkeypatch.setenv(DECISION_VARIABLE, json.dumps(refusal))
     plugin.register()
     assert stub().create_engine_config().kv_transfer_config is not None
 
@@ -125,18 +126,14 @@ def test_an_unknown_version_runs_without_us_and_says_so_once(
     assert "UnsupportedVersion" in one_line(caplog.records)
 
 
-def test_a_vllm_that_lacks_a_name_runs_without_us_and_the_name_is_said(
-    stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.undo()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-        patch.setitem(sys.modules, "vllm.some_module", SimpleNamespace(Thing=SimpleNamespace(kept=1)))
-        compat.require_names({"vllm.some_module": ("Thing.kept",)})
-        with pytest.raises(compat.UnsupportedEngine, match=r"vllm\.some_module\.Thing\.gone"):
-            compat.require_names({"vllm.some_module": ("Thing.gone",)})
-        with pytest.raises(compat.UnsupportedEngine, match=r"no vllm\.no_such_module"):
-            compat.require_names({"vllm.no_such_module": ()})
+def test_what_a_vllm_lacks_is_said_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.some_module", SimpleNamespace(Thing=SimpleNamespace(kept=1)))
+    compat.require_names({"vllm.some_module": ("Thing.kept",)})
+    with pytest.raises(compat.UnsupportedEngine, match=r"vllm\.some_module\.Thing\.gone"):
+        compat.require_names({"vllm.some_module": ("Thing.gone",)})
+    with pytest.raises(compat.UnsupportedEngine, match=r"no vllm\.no_such_module"):
+        compat.require_names({"vllm.no_such_module": ()})
 
 
 def test_a_missing_name_is_reported_as_a_decision(
@@ -191,10 +188,19 @@ def test_an_error_of_the_users_own_is_passed_on_as_it_is(stub: type[StubArgs]) -
         stub(kv_transfer_config=theirs, fails_with_connector=True).create_engine_config()
 
 
-def test_the_users_connector_and_executor_are_left_alone(stub: type[StubArgs]) -> None:
+def test_the_users_connector_is_left_alone(stub: type[StubArgs], caplog: pytest.LogCaptureFixture) -> None:
     plugin.register()
     theirs = SimpleNamespace(kv_connector="TheirConnector")
-    assert stub(kv_transfer_config=theirs).create_engine_config().kv_transfer_config is theirs
+    with caplog.at_level(logging.WARNING, "vllm.kvoffload"):
+        assert stub(kv_transfer_config=theirs).create_engine_config().kv_transfer_config is theirs
+    assert "OtherConnector" in one_line(caplog.records)
+
+
+def test_an_engine_with_another_executor_is_left_alone(stub: type[StubArgs], caplog: pytest.LogCaptureFixture) -> None:
+    plugin.register()
+    with caplog.at_level(logging.WARNING, "vllm.kvoffload"):
+        assert stub(executor="ray").create_engine_config().kv_transfer_config is None
+    assert "ExecutorUnsupported" in one_line(caplog.records)
 
 
 def test_multimodal_inputs_that_a_connector_opens_are_closed_again(stub: type[StubArgs]) -> None:

@@ -1,6 +1,7 @@
 """The election's promise: never two that may write, however the first was held up. One store, fake clocks."""
 
 import copy
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -181,15 +182,32 @@ async def test_a_released_lease_is_taken_at_once() -> None:
     assert store.lease["spec"]["leaseTransitions"] == 1
 
 
-async def test_of_two_that_try_at_once_one_wins() -> None:
-    store, clock = LeaseStore(), Clock()
+class OvertakenStore(LeaseStore):
+    """Between one read and the write that follows from it, somebody else is quicker."""
+
+    overtake: Callable[[], Awaitable[bool]] | None = None
+
+    async def get(self, resource: Resource, name: str, namespace: str = "") -> dict[str, Any] | None:
+        seen = await super().get(resource, name, namespace)
+        overtake, self.overtake = self.overtake, None
+        if overtake is not None:
+            assert await overtake()
+        return seen
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["no lease yet", "a lease that is over"])
+async def test_of_two_that_try_at_once_one_wins(is_new: bool) -> None:
+    store, clock = OvertakenStore(), Clock()
     first, second = candidate(store, "a", clock), candidate(store, "b", clock)
-    seen = await store.get(None, "l")  # type: ignore[arg-type]
-    assert seen is None
-    assert await attempt(first)
-    with pytest.raises(ApiServerError, match="AlreadyExists"):
-        await store.create(None, {"metadata": {}, "spec": {}})  # type: ignore[arg-type]
+    if not is_new:
+        assert await attempt(candidate(store, "gone", clock))
+        for one in (first, second):
+            assert not await attempt(one)
+        clock.now += TIMES.lease
+    store.overtake = lambda: attempt(first)
     assert not await attempt(second)
+    assert first.is_leader
+    assert not second.is_leader
 
 
 def test_times_that_would_let_two_write_are_refused() -> None:

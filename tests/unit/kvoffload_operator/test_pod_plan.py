@@ -24,7 +24,6 @@ def pod(**changes: Any) -> ObservedPod:
         "injected": "0.1.0",
         "skip_reason": "",
         "predicted_layout": "replicated (Replicated: x)",
-        "container": "",
         "is_running": True,
         "is_over": False,
         "started_at": NOW - timedelta(seconds=600),

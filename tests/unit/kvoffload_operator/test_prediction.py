@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvoffload.api.keys import PredictedLayout, SkipReason
+from kvoffload.api.keys import SkipReason
 from kvoffload.layout.gate import LayoutReason
 from kvoffload_operator.webhook.command_line import parse_command_line
 from kvoffload_operator.webhook.model_table import Attention, architecture_of, attention_of
@@ -113,7 +113,3 @@ def test_only_a_tag_of_an_image_named_vllm_tells_its_version(image: str, version
 def test_well_known_models_are_known_by_name(model: str, attention: Attention | None) -> None:
     architecture = architecture_of(model)
     assert (attention_of(architecture) if architecture else None) == attention
-
-
-def test_layouts_are_the_three_that_the_engine_knows() -> None:
-    assert {layout.value for layout in PredictedLayout} == {"replicated", "per-rank", "auto"}

@@ -1,0 +1,129 @@
+"""Manager and workers while the real daemon is stopped, or killed and started again. Run by `check_runner.py`."""
+
+import statistics
+import time
+
+from check_runner import Control, check, run_checks
+from toy_engine import ToyEngine, keys_of, wait_until
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext
+
+
+def fill_the_pool(engine: ToyEngine, first: int) -> int:
+    """Store new keys until far more was written than the pool holds; returns how many were taken."""
+    taken = 0
+    for begin in range(first, first + 64 * 60, 60):
+        taken += len(engine.store(f"fill-{begin}", keys_of(*range(begin, begin + 60)), list(range(60))))
+    return taken
+
+
+@check
+def leased_slots_keep_their_bytes_while_another_engine_needs_their_space(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
+        keys = keys_of(*range(700, 708))
+        for index in range(8):
+            engine.fill(index, 5 * index)
+        engine.store("s", keys, list(range(8)))
+        wait_until(lambda: engine.is_hit(keys))
+        slots = engine.prepare_load("l", keys)
+        engine.step()
+        assert fill_the_pool(other, 10_000) > 1400
+        assert engine.submit_load("l", slots, list(range(20, 28))) == {}
+        assert all(engine.holds(20 + index, 5 * index) for index in range(8))
+
+
+@check
+def a_stopped_daemon_costs_the_first_request_two_deadlines_and_the_others_nothing(
+    socket_path: str, control: Control
+) -> None:
+    with ToyEngine(socket_path, step_seconds=0.25) as engine:
+        keys = keys_of(750)
+        wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
+        control.say("stop")
+        waited = []
+        for index in range(6):
+            begin = time.monotonic()
+            name, wanted = f"r{index}", keys_of(760 + index)
+            while engine.look_up(name, wanted)[0] is LookupResult.RETRY:
+                engine.step()
+            output = engine.manager.prepare_store(wanted, ReqContext(req_id=name))
+            assert output is None or output.keys_to_store == []
+            engine.step()
+            engine.manager.on_request_finished(ReqContext(req_id=name))
+            waited.append(time.monotonic() - begin)
+        control.say("continue")
+        assert statistics.median(waited[1:]) < 0.05, waited
+        assert waited[0] < 2.0, waited
+        wait_until(lambda: engine.is_hit(keys))
+
+
+@check
+def a_restarted_daemon_has_what_was_stored_and_the_same_engine_stores_again(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path) as engine:
+        keys, more = keys_of(*range(800, 804)), keys_of(*range(810, 814))
+        for index in range(4):
+            engine.fill(index, 7 * index)
+        engine.store("s", keys, list(range(4)))
+        wait_until(lambda: engine.is_hit(keys))
+        control.say("kill")
+        assert not engine.is_hit(keys)
+        control.say("start")
+        wait_until(lambda: engine.is_hit(keys))
+        assert engine.load("l", keys, list(range(30, 34))) == {}
+        assert all(engine.holds(30 + index, 7 * index) for index in range(4))
+        wait_until(lambda: engine.is_hit(more) or bool(engine.store(f"m{time.monotonic_ns()}", more, list(range(4)))))
+        wait_until(lambda: engine.is_hit(more))
+
+
+@check
+def a_load_that_spans_a_restart_reads_its_own_bytes_while_another_engine_fills_the_pool(
+    socket_path: str, control: Control
+) -> None:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
+        keys = keys_of(*range(900, 908))
+        for index in range(8):
+            engine.fill(index, 9 * index)
+        engine.store("s", keys, list(range(8)))
+        wait_until(lambda: engine.is_hit(keys))
+        slots = engine.prepare_load("l", keys)
+        engine.step()
+        control.say("kill")
+        control.say("start")
+        wait_until(lambda: bool(other.store(f"o{time.monotonic_ns()}", keys_of(time.monotonic_ns()), [0])))
+        fill_the_pool(other, 100_000)
+        wait_until(lambda: engine.workers[0]._connector.current() and engine.workers[1]._connector.current())
+        assert engine.submit_load("l", slots, list(range(20, 28))) == {}
+        assert all(engine.holds(20 + index, 9 * index) for index in range(8))
+        wait_until(lambda: fill_the_pool(other, 200_000 + time.monotonic_ns() % 10**9) > 0)
+
+
+@check
+def a_store_that_spans_a_restart_is_dropped_and_harms_nobody(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
+        keys, theirs = keys_of(1000, 1001), keys_of(*range(1010, 1020))
+        engine.look_up("s", keys)
+        wait_until(lambda: engine.manager.link.wait_for_slots(2))
+        output = engine.manager.prepare_store(keys, ReqContext(req_id="s"))
+        assert output.keys_to_store == keys
+        engine.step()
+        control.say("kill")
+        control.say("start")
+        for index in range(10):
+            other.fill(index, 3 * index)
+        wait_until(
+            lambda: other.is_hit(theirs) or bool(other.store(f"o{time.monotonic_ns()}", theirs, list(range(10))))
+        )
+        engine.fill(0, 99)
+        spec = GPULoadStoreSpec([0, 0], group_sizes=[2], block_indices=[0])
+        for worker in engine.workers:
+            worker.submit_store(1, spec, output.store_spec)
+            assert [one.job_id for one in worker.get_finished()] == [1]
+        engine.manager.complete_store(set(keys), ReqContext(req_id="s"))
+        wait_until(lambda: other.is_hit(theirs))
+        assert other.load("l", theirs, list(range(40, 50))) == {}
+        assert all(other.holds(40 + index, 3 * index) for index in range(10))
+        wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
+        assert not engine.is_hit(keys)
+
+
+if __name__ == "__main__":
+    run_checks(with_control=True)

@@ -1,0 +1,171 @@
+"""A scheduler's manager and its ranks' workers in one process, on CPU tensors, for checks without a model.
+
+No pytest here: it runs under the Python of a vLLM environment.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+
+from kvoffload.layout.pages import build_part_layout
+from kvoffload.protocol.messages import Hello
+from kvoffload_engine.manager import KVOffloadManager
+from kvoffload_engine.transfer.host import HostTransfer
+from kvoffload_engine.transfer.plan import DeviceTensors
+from kvoffload_engine.worker import KVOffloadWorker
+
+NUM_LAYERS, PAGE_BYTES, NUM_BLOCKS = 3, 4096, 64
+END = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    return [make_offload_key(number.to_bytes(32, "big"), 0) for number in numbers]
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, f"not true within {seconds} s"
+        time.sleep(0.005)
+
+
+class ToyEngine:
+    """Two ranks and a scheduler in this process, on CPU tensors."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        ranks: int = 2,
+        part: str = "all",
+        identity: bytes = b"i" * 32,
+        step_seconds: float = 0.5,
+    ) -> None:
+        self.engine_id = f"toy-{time.monotonic_ns()}"
+        self.caches = [
+            [torch.zeros((NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8) for _ in range(NUM_LAYERS)] for _ in range(ranks)
+        ]
+        layout = build_part_layout([[(layer, PAGE_BYTES) for layer in range(NUM_LAYERS)]], blocks_per_chunk=1)
+        common = {
+            "protocol_min": 1,
+            "protocol_max": 1,
+            "engine_id": self.engine_id,
+            "world_size": ranks,
+            "identity": identity,
+        }
+        self.workers = []
+        for rank, cache in enumerate(self.caches):
+            hello = Hello(
+                role="worker",
+                rank=rank,
+                part=part if part == "all" else f"{part}-{rank}",
+                part_bytes=layout.part_bytes,
+                process=os.urandom(16),
+                **common,
+            )
+            worker = KVOffloadWorker(
+                rank=rank,
+                socket_path=socket_path,
+                make_hello=lambda hello=hello: hello,
+                layout=layout,
+                tensors=DeviceTensors(
+                    np.array([tensor.data_ptr() for tensor in cache], dtype=np.int64),
+                    np.array([tensor.stride(0) for tensor in cache], dtype=np.int64),
+                    NUM_BLOCKS,
+                ),
+                transfer=HostTransfer(),
+            )
+            worker.start()
+            self.workers.append(worker)
+        self.manager = KVOffloadManager(step_seconds=step_seconds)
+        hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
+        self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: b"none", chunks_per_step=32)
+        self.jobs = 0
+        wait_until(lambda: self.manager.link.poll() is not None and self.manager.link.row is not None)
+
+    def __enter__(self) -> "ToyEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(END)
+        self.manager.end_step()
+
+    def look_up(self, name: str, keys: list[bytes], *, is_private: bool = False) -> list[LookupResult]:
+        """As vLLM does for a request, in one step; the caller ends the step."""
+        context = ReqContext(req_id=name)
+        if name not in self.manager._requests:
+            self.manager.begin_request(name, is_private=is_private)
+            self.manager.on_new_request(context)
+        self.manager.begin_lookup(name, keys)
+        return [self.manager.lookup(key, context) for key in keys]
+
+    def store(self, name: str, keys: list[bytes], blocks: list[int], ranks: list[int] | None = None) -> list[bytes]:
+        """Store these blocks under these keys; returns the keys that were taken."""
+        context = ReqContext(req_id=name)
+        self.look_up(name, keys)
+        while (output := self.manager.prepare_store(keys, context)) is None:
+            self.step()  # its slots are late: vLLM asks again in the next step
+        chosen = [blocks[keys.index(key)] for key in output.keys_to_store]
+        if chosen:
+            spec = GPULoadStoreSpec(chosen, group_sizes=[len(chosen)], block_indices=[0])
+            self.jobs += 1
+            for rank in range(len(self.workers)) if ranks is None else ranks:
+                self.workers[rank].submit_store(self.jobs, spec, output.store_spec)
+                assert [one.job_id for one in self.workers[rank].get_finished()] == [self.jobs]
+            self.manager.complete_store(set(output.keys_to_store), context)
+        self.step()
+        self.manager.on_request_finished(context)
+        return output.keys_to_store
+
+    def prepare_load(self, name: str, keys: list[bytes]) -> Any:
+        results = self.look_up(name, keys)
+        assert results == [LookupResult.HIT] * len(keys), results
+        return self.manager.prepare_load(keys, ReqContext(req_id=name))
+
+    def load(self, name: str, keys: list[bytes], blocks: list[int]) -> dict[int, bool]:
+        """Load these keys into these blocks in all ranks; returns the failed loads of all."""
+        slots = self.prepare_load(name, keys)
+        self.step()
+        return self.submit_load(name, slots, blocks)
+
+    def submit_load(self, name: str, slots: Any, blocks: list[int]) -> dict[int, bool]:
+        """The second half of a load: copies in all ranks, and the end of its request."""
+        spec = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+        self.jobs += 1
+        failed: dict[int, bool] = {}
+        for worker in self.workers:
+            worker.submit_load(self.jobs, slots, spec)
+            assert [one.job_id for one in worker.get_finished()] == [self.jobs]
+            failed.update(worker.take_failed_loads())
+        for wrong in failed.values():
+            self.manager.load_failed(name, bytes_are_wrong=wrong)
+        self.manager.receives_finished([name])
+        self.manager.on_request_finished(ReqContext(req_id=name))
+        return failed
+
+    def fill(self, block: int, value: int) -> None:
+        for cache in self.caches:
+            for layer, tensor in enumerate(cache):
+                tensor[block] = value + layer
+
+    def holds(self, block: int, value: int) -> bool:
+        return all(
+            bool((tensor[block] == value + layer).all()) for cache in self.caches for layer, tensor in enumerate(cache)
+        )
+
+    def is_hit(self, keys: list[bytes]) -> bool:
+        name = f"probe-{time.monotonic_ns()}"
+        results = self.look_up(name, keys)
+        self.step()
+        self.manager.on_request_finished(ReqContext(req_id=name))
+        return results == [LookupResult.HIT] * len(keys)
