@@ -13,9 +13,9 @@ from typing import Any
 
 from hack.console import wait_until
 from hack.demo import run as demo
-from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, read_region
+from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE
 from hack.demo.kubernetes import Kubernetes
-from hack.demo.run import POOL, Bench
+from hack.demo.run import POOL, SERVERS, Bench
 from hack.demo.servers import Answer, Server, find_pod_processes, find_server
 
 METRICS_PORT = 9420
@@ -41,8 +41,6 @@ class Roll:
     ready_after: float = 0.0
     hits_after: float = 0.0
     """Keys that the new daemon found, of those that the old one's engines had stored."""
-    engines_after: set[str] = field(default_factory=set)
-    """Layouts that the engines confirmed to the new daemon."""
     warm_after: list[Answer] = field(default_factory=list)
     answers_meanwhile: int = 0
     errors: list[str] = field(default_factory=list)
@@ -79,34 +77,28 @@ def roll_under_load(bench: Bench) -> Roll:
         kubernetes.kubectl(
             "rollout", "status", f"daemonset/kvoffload-{POOL}", f"--namespace={NAMESPACE}", f"--timeout={ROLL_SECONDS}s"
         )
+        pod = daemon_pod(kubernetes)
         wait_until(
             "both engines to confirm their layout to the new daemon",
-            lambda: _layouts(kubernetes) == ["replicated", "replicated"],
+            lambda: read_metric(pod, 'kvoffload_engines{layout="replicated"}') == len(SERVERS),
             timeout_seconds=ATTACH_SECONDS,
-            explain=lambda: str(read_region(kubernetes, pool=POOL).get("status")),
+            explain=lambda: kubernetes.log_tail(pod),
         )
     finally:
         enough.set()
         load.join()
-    pod = daemon_pod(kubernetes)
     hits_before = read_metric(pod, 'kvoffload_lookups_total{result="hit"}')
     roll.warm_after = demo.ask(server, demo.demo_prompts())
     roll.hits_after = read_metric(pod, 'kvoffload_lookups_total{result="hit"}') - hits_before
     roll.ready_after = read_metric(pod, 'kvoffload_slots{state="ready"}')
-    roll.engines_after = set(_layouts(kubernetes))
     return roll
 
 
 def read_metric(pod: dict[str, Any], sample: str) -> float:
-    """One sample of the daemon's /metrics, by its name with labels."""
+    """One sample of the daemon's /metrics, by its name with labels; 0 where it has none."""
     with urllib.request.urlopen(f"http://{pod['status']['podIP']}:{METRICS_PORT}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == sample)
-
-
-def _layouts(kubernetes: Kubernetes) -> list[str]:
-    engines = read_region(kubernetes, pool=POOL).get("status", {}).get("engines", [])
-    return [engine.get("confirmedLayout", "") for engine in engines]
+    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == sample), 0.0)
 
 
 def _keep_asking(server: Server, roll: Roll, enough: threading.Event) -> None:
