@@ -3,6 +3,7 @@
 Observed by `conftest.py` while the demo's servers run; asserted by `test_daemon_pod.py`.
 """
 
+import itertools
 import random
 import re
 import threading
@@ -102,9 +103,12 @@ def read_metric(pod: dict[str, Any], sample: str) -> float:
 
 
 def _keep_asking(server: Server, roll: Roll, enough: threading.Event) -> None:
+    """Prompts that together fill a fifth of the pool, and never fit into the server's own cache."""
     generator = random.Random(1)
-    while not enough.is_set():
-        prompt = [generator.randrange(2, 1000) for _ in range(300)]
+    prompts = [[generator.randrange(2, 1000) for _ in range(300)] for _ in range(40)]
+    for prompt in itertools.cycle(prompts):
+        if enough.is_set():
+            return
         try:
             server.complete(prompt)
             roll.answers_meanwhile += 1
