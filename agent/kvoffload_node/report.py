@@ -117,7 +117,11 @@ class RegionClient:
         It does if its DaemonSet and its region (of this uid, empty: not known yet) are both there and not being
         deleted, or if nobody can be asked. A refusal counts as gone: helm removes our rights before it removes us.
         """
-        for what, read in (("region", lambda: self._is_region_ending(uid)), ("DaemonSet", self._is_daemonset_ending)):
+        questions: list[tuple[str, Callable[[], bool]]] = [
+            ("region", lambda: self._is_region_ending(uid)),
+            ("DaemonSet", self._is_daemonset_ending),
+        ]
+        for what, read in questions:
             try:
                 is_ending = read()
             except ApiException as error:

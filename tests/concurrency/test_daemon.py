@@ -15,7 +15,7 @@ import pytest
 
 from byte_engine import ByteEngine, key_of, unpack
 from daemon_process import DaemonProcess, TestEngine, connect, hugetlb_mount, wait_until
-from kvoffload.errors import SessionRefused
+from kvoffload.errors import KVOffloadError, SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.framing import pack_frame
 from kvoffload.protocol.messages import (
@@ -352,6 +352,64 @@ def test_a_refused_hello_says_why(folder: Path) -> None:
             assert refused.value.reason.value == reason
             assert value(daemon, f'kvoffload_refusals_total{{reason="{reason}"}}') == 1
         engine.close()
+
+
+def left_alone(number: int) -> Hello:
+    """As the engine agent says it."""
+    return hello(
+        engine_id=f"without-{number}", reason="MultiNode", message="2 nodes", model="m", process=bytes([number] * 16)
+    )
+
+
+def test_engines_that_are_left_alone_take_no_place_and_are_told_apart(folder: Path) -> None:
+    with start(folder, None, maxEngines=2) as daemon:
+        path = daemon.attach("pod")
+        alone = Session.connect(str(path), left_alone(1))
+        other = daemon.attach("other")
+        engines = [TestEngine(path), TestEngine(other)]
+        assert value(daemon, 'kvoffload_engines{layout="left-alone"}') == 1
+        assert value(daemon, 'kvoffload_engines{layout="pending"}') == 0
+        assert value(daemon, 'kvoffload_engines{layout="replicated"}') == 2
+        with pytest.raises(SessionRefused, match="of this pod are attached"):
+            Session.connect(str(path), left_alone(2))
+        for engine in (*engines, alone):
+            engine.close()
+
+
+def test_an_id_that_is_left_alone_gets_no_rank(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        with pytest.raises(KVOffloadError):
+            connect(path, hello(engine_id="without-1", role="worker", rank=0, part="all", part_bytes=4096))
+        assert value(daemon, 'kvoffload_sessions_closed_total{reason="Malformed"}') == 1
+
+
+def test_an_engine_that_is_left_alone_does_not_hold_up_eviction_after_a_restart(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        alone = Session.connect(str(path), left_alone(1))
+        engine = attach(path, "a")
+        fill(engine, NUM_SLOTS, salt=1)
+        engine.close()
+        daemon.kill()
+        daemon.start()
+        again = attach(path, "b")
+        fill(again, NUM_SLOTS, salt=2)
+        again.close()
+        alone.close()
+
+
+def test_one_pod_has_half_of_the_engines_that_a_node_may_have(folder: Path) -> None:
+    with start(folder, None, maxEngines=4) as daemon:
+        greedy, modest = daemon.attach("greedy"), daemon.attach("modest")
+        engines = [TestEngine(greedy, engine_id=f"e{number}", ranks=1) for number in range(2)]
+        with pytest.raises(SessionRefused, match="2 engines of this pod.* 2 of the 4 .* at least 5") as refused:
+            Session.connect(str(greedy), hello(engine_id="third"))
+        assert refused.value.reason.value == "TooManyEnginesInPod"
+        assert value(daemon, 'kvoffload_refusals_total{reason="TooManyEnginesInPod"}') == 1
+        engines += [TestEngine(modest, engine_id=f"e{number}", ranks=1) for number in range(2)]
+        for engine in engines:
+            engine.close()
 
 
 def test_a_row_larger_than_an_extent_is_refused_with_both_numbers(folder: Path) -> None:

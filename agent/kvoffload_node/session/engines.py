@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffload.layout.rows import RankPart, Row, plan_row
+from kvoffload.protocol.messages import LEFT_ALONE_PREFIX
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Namespace, Slab, WriteOwner
 from kvoffload_node.index.tenant import Holder
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 SCHEDULER = -1
 """Rank of the scheduler's session."""
+LEFT_ALONE = "left-alone"
+"""What stands for the layout of an engine without offload."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +103,11 @@ class Engine(WriteOwner):
         return self.pod.tenant
 
     @property
+    def is_left_alone(self) -> bool:
+        """Whether it runs without offload, and only tells why."""
+        return self.engine_id.startswith(LEFT_ALONE_PREFIX)
+
+    @property
     def is_attached(self) -> bool:
         """Whether any of its processes is connected."""
         return any(session.connection is not None for session in self.sessions.values())
@@ -118,7 +126,10 @@ class Engine(WriteOwner):
 
     @property
     def layout(self) -> str:
-        """`replicated`, `per-rank`, `shared` (some ranks share a part), or empty until all ranks have said."""
+        """`replicated`, `per-rank`, `shared` (some ranks share a part), `left-alone`, or empty until all ranks have
+        said."""
+        if self.is_left_alone:
+            return LEFT_ALONE
         if self.row is None:
             return ""
         if self.row.is_replicated:
@@ -127,10 +138,10 @@ class Engine(WriteOwner):
 
     @property
     def reason(self) -> str:
-        """The first rank's reason why it is not replicated."""
-        return next((worker.reason for worker in self.workers if worker.reason), "")
+        """The first rank's reason why it is not replicated, or why the engine is left alone."""
+        return next((session.reason for _, session in sorted(self.sessions.items()) if session.reason), "")
 
     @property
     def message(self) -> str:
         """That reason in words."""
-        return next((worker.message for worker in self.workers if worker.message), "")
+        return next((session.message for _, session in sorted(self.sessions.items()) if session.message), "")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvoffload.errors import ProtocolError
+from kvoffload.protocol.messages import LEFT_ALONE_PREFIX
 from kvoffload_node.index.restore import has_bytes, restore, restored_writes, revive
 from kvoffload_node.index.slots import WriteOwner
 from kvoffload_node.region.extents import Tenant
@@ -27,9 +28,10 @@ class Recovery:
         self._nobody_until = time.monotonic() + quarantine_seconds
 
     def read_attachments(self, attachments: Attachments) -> Iterator[AttachmentEntry]:
-        """Those of processes that may still live; the others are forgotten."""
+        """Those of processes that may still touch the region; the others are forgotten."""
         for entry in list(attachments.read_all()):
-            if attachments.is_held(entry.number) and entry.tenant in self._region.extents.tenants:
+            may_touch = not entry.engine_id.startswith(LEFT_ALONE_PREFIX) and attachments.is_held(entry.number)
+            if may_touch and entry.tenant in self._region.extents.tenants:
                 yield entry
             else:
                 attachments.remove(entry.number)

@@ -17,7 +17,7 @@ from kvoffload.api.pool import Mode, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import ProtocolError, RefusalReason, SessionRefused
 from kvoffload.layout.rows import RankPart
-from kvoffload.protocol.messages import PROTOCOL_VERSION, Drain, FromEngine, Hello
+from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Drain, FromEngine, Hello
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_POD_SHARE = 2
+"""One pod has at most this part of maxEnginesPerNode (rounded up), so that the others find room."""
 SWEEP_SECONDS = 0.25
 """How often the locks of sessions without a connection are tested."""
 
@@ -139,6 +141,7 @@ class Registry:
         session = Session(self.region.next_number(), engine, hello.rank, hello.process, connection)
         if hello.rank != SCHEDULER:
             session.part = RankPart(hello.part, hello.part_bytes)
+        if hello.rank != SCHEDULER or engine.is_left_alone:
             session.reason, session.message = hello.reason, hello.message
         lock = self._attachments.create(
             AttachmentEntry(
@@ -166,6 +169,25 @@ class Registry:
             self.region.extents.wake()
         return session, lock
 
+    def _check_room(self, pod: Pod, *, is_left_alone: bool) -> None:
+        """Raise SessionRefused where the node, or the pod, has as many engines as it may have."""
+        limit = self.region.spec.max_engines
+        attached = [e for e in self.engines.values() if e.is_attached and e.is_left_alone == is_left_alone]
+        if len(attached) >= limit and not is_left_alone:
+            raise SessionRefused(
+                RefusalReason.TOO_MANY_ENGINES,
+                f"{len(attached)} engines are attached, maxEnginesPerNode is {limit}; raise it or run fewer engines on "
+                "this node",
+            )
+        of_pod, share = sum(engine.pod is pod for engine in attached), -(-limit // MAX_POD_SHARE)
+        if of_pod >= share:
+            raise SessionRefused(
+                RefusalReason.TOO_MANY_ENGINES_IN_POD,
+                f"{of_pod} engines of this pod are attached, one pod may have {share} of the {limit} that "
+                f"maxEnginesPerNode allows; raise it to at least {MAX_POD_SHARE * of_pod + 1}, or run the engines in "
+                "more pods",
+            )
+
     def _check_hello(self, hello: Hello) -> None:
         if not hello.protocol_min <= PROTOCOL_VERSION <= hello.protocol_max:
             raise SessionRefused(
@@ -175,7 +197,11 @@ class Registry:
             )
         if self.draining:
             raise SessionRefused(RefusalReason.DRAINING, self.draining)
-        self.region.check_serving()
+        if hello.engine_id.startswith(LEFT_ALONE_PREFIX):
+            if hello.rank != SCHEDULER:
+                raise ProtocolError(f"rank {hello.rank} of {hello.engine_id}, which is to be left alone")
+        else:
+            self.region.check_serving()
         if (hello.role == "scheduler") != (hello.rank == SCHEDULER) or hello.rank >= hello.world_size:
             raise ProtocolError(f"role {hello.role} with rank {hello.rank} of {hello.world_size}")
         if hello.rank != SCHEDULER and not hello.part_bytes > 0:
@@ -197,13 +223,7 @@ class Registry:
                     f"{engine.identity.hex()[:12]}; this process says {hello.world_size} ranks and identity "
                     f"{hello.identity.hex()[:12]}",
                 )
-        attached = sum(engine.is_attached for engine in self.engines.values())
-        if attached >= self.region.spec.max_engines:
-            raise SessionRefused(
-                RefusalReason.TOO_MANY_ENGINES,
-                f"{attached} engines are attached, maxEnginesPerNode is {self.region.spec.max_engines}; raise it or "
-                "run fewer engines on this node",
-            )
+        self._check_room(pod, is_left_alone=hello.engine_id.startswith(LEFT_ALONE_PREFIX))
         number = self.region.next_number()
         engine = Engine(
             number=number,
