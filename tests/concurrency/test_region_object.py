@@ -116,15 +116,18 @@ def test_a_stopped_daemon_whose_region_was_made_again_keeps_no_files_for_it(daem
 
 
 def test_files_of_a_pool_that_only_observes_now_go_with_its_region(daemon: DaemonProcess) -> None:
-    assert daemon.api is not None
+    api = daemon.api
+    assert api is not None
     store(daemon).close()
+    api.make_region("first", mode="Observe")
+    wait_until(lambda: api.condition("Ready").get("reason") == "Observing")
     daemon.stop()
     assert files(daemon) != []
-    daemon.api.make_region("first", mode="Observe")
+    api.statuses.clear()
     daemon.pods_are_gone()
     daemon.start()
-    wait_until(lambda: daemon.api is not None and daemon.api.condition("Ready").get("reason") == "Observing")
-    daemon.api.region = None
+    wait_until(lambda: api.condition("Ready").get("reason") == "Observing")
+    api.region = None
     wait_for_end(daemon)
     assert files(daemon) == []
 

@@ -7,6 +7,7 @@ touched by somebody belongs to the engine that was writing it, or to nobody unti
 from collections.abc import Mapping, Sequence
 
 from kvoffload_node.index.journal import UNCUT, SlotRecord, SlotState
+from kvoffload_node.index.order import take_order
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Extent, ReadySlot, Write, WriteOwner
 from kvoffload_node.index.tenant import TenantIndex
@@ -30,6 +31,18 @@ def restore(
             index.uncut(extent)
         elif extent.free:
             slab.partial[position] = extent
+    _restore_order(index)
+
+
+def _restore_order(index: TenantIndex) -> None:
+    """What was used last before an orderly stop is evicted last; without that all slots are equally cold."""
+    for tick, offset in take_order(index.journal.path):
+        slot = index.ready.get(offset)
+        if slot is not None:
+            slot.lru[offset] = tick
+            slot.lru.move_to_end(offset)
+            index.extents[offset // index.extent_bytes].last_used = tick
+            index.clock.tick = max(index.clock.tick, tick)
 
 
 def _restore_slot(

@@ -11,6 +11,7 @@ from kvoffload_node.index.catalog import Catalog, catalog_path, read_catalog, wr
 
 REGION_FILES = "tenant-*.region"
 JOURNALS = "tenant-*.journal"
+ORDERS = "tenant-*.order"
 
 
 def region_folder(mount: Path, pool: str) -> Path:
@@ -21,7 +22,7 @@ def region_folder(mount: Path, pool: str) -> Path:
 def remove_region(folder: Path, state_folder: Path) -> None:
     """Give back what is ours. Of the catalog the epoch stays: an engine that outlives the region must never take the
     slots of a later one for those that it was given in this."""
-    for path in (*folder.glob(REGION_FILES), *state_folder.glob(JOURNALS)):
+    for path in (*folder.glob(REGION_FILES), *state_folder.glob(JOURNALS), *state_folder.glob(ORDERS)):
         path.unlink(missing_ok=True)
     catalog = read_catalog(catalog_path(state_folder))
     if catalog is not None:

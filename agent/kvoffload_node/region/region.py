@@ -23,13 +23,14 @@ from kvoffload_node.index.catalog import (
     write_catalog,
 )
 from kvoffload_node.index.journal import TenantJournal
+from kvoffload_node.index.order import order_path, write_order
 from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
 from kvoffload_node.index.slots import Namespace
 from kvoffload_node.index.tenant import Clock, TenantIndex
 from kvoffload_node.region.extents import ExtentPool, Tenant
 from kvoffload_node.region.figures import Figures
 from kvoffload_node.region.hugetlbfs import Mount, NoHugetlbfs, RegionFile, Reservation
-from kvoffload_node.region.leftovers import JOURNALS, REGION_FILES, region_folder
+from kvoffload_node.region.leftovers import JOURNALS, ORDERS, REGION_FILES, region_folder
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ class Region:
         for thing in (tenant.file, tenant.index.journal):
             thing.close()
             thing.unlink()
+        order_path(tenant.index.journal.path).unlink(missing_ok=True)
         self.catalog.tenants = [entry for entry in self.catalog.tenants if entry.number != tenant.number]
         self.catalog.namespaces = [entry for entry in self.catalog.namespaces if entry.tenant != tenant.number]
         self._save()
@@ -255,6 +257,7 @@ class Region:
     def close(self) -> None:
         """Close everything; files stay for a successor, or for `leftovers.remove_region`."""
         for tenant in self.extents.tenants.values():
+            write_order(tenant.index.journal.path, tenant.index.ready, self.clock.tick)
             tenant.index.journal.close()
             tenant.file.close()
         self._reservation.close()
@@ -287,7 +290,7 @@ class Region:
             if path.name not in names:
                 log.info("removing %s: no tenant of this boot owns it", path)
                 path.unlink()
-        for path in self._state.glob(JOURNALS):
+        for path in (*self._state.glob(JOURNALS), *self._state.glob(ORDERS)):
             if path.with_suffix(".region").name not in names:
                 path.unlink()
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvoffload_node.index.journal import TenantJournal
+from kvoffload_node.index.order import write_order
 from kvoffload_node.index.quotas import Account
+from kvoffload_node.index.restore import restore
 from kvoffload_node.index.slots import Namespace, WriteOwner
 from kvoffload_node.index.tenant import Clock, Supply, TenantIndex
 
@@ -21,7 +23,7 @@ class Filled:
     def __init__(self, folder: Path) -> None:
         journal = TenantJournal(folder / "journal", num_extents=NUM_EXTENTS, extent_bytes=EXTENT_BYTES)
         self.index = TenantIndex(1, extent_bytes=EXTENT_BYTES, clock=Clock(), journal=journal)
-        self.account = Account(1, "a")
+        self.account = Account(0, "a")
         self.owner = WriteOwner(number=1, storer=1, world_size=1)
         self.namespace = Namespace(1, b"", 8)
         self.stored = 0
@@ -55,6 +57,15 @@ class Filled:
         self.index.assign(self.owner, self.namespace, zip(offsets, keys, strict=True))
         self.index.seal(self.owner, 0, offsets)
         return offsets
+
+    def restart(self) -> None:
+        """Another daemon reads the journal."""
+        path = self.index.journal.path
+        self.index.journal.close()
+        journal = TenantJournal(path, num_extents=NUM_EXTENTS, extent_bytes=EXTENT_BYTES)
+        self.index = TenantIndex(1, extent_bytes=EXTENT_BYTES, clock=Clock(), journal=journal)
+        self.namespace = self.index.namespaces[1] = Namespace(1, b"", 8)
+        restore(self.index, {}, [self.account], WriteOwner(number=0, storer=0, world_size=1))
 
     def offsets(self, position: int) -> list[int]:
         return list(self.index.extents[position].offsets(EXTENT_BYTES))
@@ -97,6 +108,21 @@ def test_leased_extents_are_looked_at_once_and_not_for_every_slot(filled: Filled
     filled.looked_at = 0
     filled.store(SMALL, 500)
     assert filled.looked_at <= 2 * NUM_EXTENTS
+
+
+def test_after_an_orderly_stop_what_was_used_last_is_evicted_last(filled: Filled) -> None:
+    first, second = NUM_EXTENTS - 1, NUM_EXTENTS - 2  # in the order of their stores
+    holder: dict[int, int] = {}
+    filled.index.lease(holder, filled.offsets(first))
+    filled.index.release(holder)
+    filled.index.lease(holder, filled.offsets(second)[:1])
+    write_order(filled.index.journal.path, filled.index.ready, filled.index.clock.tick)
+    filled.restart()
+    assert filled.store(SMALL, 3) == filled.offsets(second)[1:4]
+    evicted = filled.store(LARGE, EXTENT_BYTES // LARGE * (NUM_EXTENTS - 2))
+    assert not {first, second} & {offset // EXTENT_BYTES for offset in evicted}
+    filled.restart()
+    assert filled.index.clock.tick == 0, "the order of an earlier stop was used again"
 
 
 def test_a_guarantee_holds_up_others_and_not_the_pool_itself(filled: Filled) -> None:
