@@ -1,10 +1,13 @@
 """The daemon as a whole: memory that follows demand, quotas, modes, ends, slow clients, metrics."""
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -21,6 +24,7 @@ from kvoffload.protocol.framing import pack_frame
 from kvoffload.protocol.messages import (
     Bind,
     Drain,
+    Found,
     Generation,
     Hello,
     Lookup,
@@ -529,6 +533,46 @@ def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(fold
         TestEngine(daemon.attach("good")).close()
         for sock in opened:
             sock.close()
+
+
+@contextlib.contextmanager
+def flood(path: Path, num_ranks: int = 16) -> Iterator[None]:
+    """A pod that sends look-ups without end over 17 connections."""
+    command = [sys.executable, str(Path(__file__).with_name("flood.py")), str(path), str(num_ranks)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "flooding\n"
+            yield
+            assert process.poll() is None, "the flood is to be slowed down, not ended"
+        finally:
+            process.kill()
+
+
+def answer_seconds(engine: TestEngine, count: int) -> list[float]:
+    """Times of look-ups one after another, each answered with as many offsets as keys."""
+    times = []
+    for number in range(count):
+        begun = time.perf_counter()
+        engine.scheduler.send(Lookup(number, bytes(32 * 64)))
+        found = engine.scheduler.wait_for(Found, 30)
+        times.append(time.perf_counter() - begun)
+        assert (found.request, len(found.offsets)) == (number, 8 * 64)
+    return times
+
+
+def test_a_pod_that_floods_the_daemon_is_slow_and_another_pod_is_not(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        engine = TestEngine(daemon.attach("good"), part_bytes=4096)
+        alone = answer_seconds(engine, 300)
+        with flood(daemon.attach("bad")):
+            beside = answer_seconds(engine, 300)
+        for name, times in (("alone", alone), ("beside a flood", beside)):
+            ordered = [1e6 * seconds for seconds in sorted(times)]
+            print(f"{name}: median {ordered[150]:.0f} us, p99 {ordered[297]:.0f} us")
+        assert statistics.median(beside) < 30 * statistics.median(alone)
+        engine.close()
 
 
 def test_one_engine_cannot_reserve_the_whole_pool(folder: Path) -> None:

@@ -20,6 +20,7 @@ from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Namespace, Slab, WriteOwner
 from kvoffload_node.index.tenant import Holder
 from kvoffload_node.region.extents import Tenant
+from kvoffload_node.session.turns import Turns
 
 if TYPE_CHECKING:
     from kvoffload_node.session.connection import Connection
@@ -40,6 +41,7 @@ class Pod:
     predicted_layout: str
     tenant: Tenant
     account: Account
+    turns: Turns
     engines: dict[str, "Engine"] = field(default_factory=dict)
     """The newest incarnation of each engine id."""
     num_connections: int = 0

@@ -16,13 +16,15 @@ from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
 from kvoffload_node.session.locks import AttachmentEntry, Attachments
+from kvoffload_node.session.turns import Floor, Turns
 
 
 class Recovery:
     """What is left to settle of an earlier daemon's time."""
 
-    def __init__(self, region: Region, *, quarantine_seconds: float) -> None:
+    def __init__(self, region: Region, floor: Floor, *, quarantine_seconds: float) -> None:
         self._region = region
+        self._floor = floor
         self._nobody = WriteOwner(number=0, storer=0, world_size=1)
         """Owns what dead engines were writing and what was dropped under a reader."""
         self._nobody_until = time.monotonic() + quarantine_seconds
@@ -45,7 +47,8 @@ class Recovery:
         if pod is None:
             tenant = self._region.extents.tenants[entry.tenant]
             account = self._region.account(entry.pod_namespace)
-            pod = Pod(entry.pod_uid, entry.pod_namespace, entry.pod_name, entry.predicted_layout, tenant, account)
+            uid, namespace, name = entry.pod_uid, entry.pod_namespace, entry.pod_name
+            pod = Pod(uid, namespace, name, entry.predicted_layout, tenant, account, Turns(self._floor))
             pods[entry.pod_uid] = pod
         engine = engines.get(entry.engine)
         if engine is None:

@@ -27,6 +27,7 @@ from kvoffload_node.session.recovery import Recovery
 from kvoffload_node.session.revocation import Revocations
 from kvoffload_node.session.timing import Durations
 from kvoffload_node.session.traffic import Traffic
+from kvoffload_node.session.turns import Floor, Turns
 
 if TYPE_CHECKING:
     from kvoffload_node.session.connection import Connection
@@ -51,9 +52,10 @@ class Registry:
         self.refusals: Counter[str] = Counter()
         self.closed: Counter[str] = Counter()
         self.durations: dict[type, Durations] = {kind: Durations() for kind in get_args(FromEngine)}
+        self.floor = Floor()
         self.traffic = Traffic(region)
         self.revocations = Revocations(region.extent_bytes)
-        self.recovery = Recovery(region, quarantine_seconds=quarantine_seconds)
+        self.recovery = Recovery(region, self.floor, quarantine_seconds=quarantine_seconds)
         self.draining = ""
         """Why no engine is taken any more, empty while the daemon serves."""
         self._attachments = attachments
@@ -77,7 +79,8 @@ class Registry:
         pod = self.pods.get(uid)
         if pod is None:
             tenant = self.region.tenant_for(namespace, uid)
-            pod = Pod(uid, namespace, name, predicted_layout, tenant, self.region.account(namespace))
+            account = self.region.account(namespace)
+            pod = Pod(uid, namespace, name, predicted_layout, tenant, account, Turns(self.floor))
             self.pods[uid] = pod
         pod.detached = pod.tenant.is_abandoned = False
         return pod

@@ -58,7 +58,7 @@ def test_conditions_of_others_are_not_written() -> None:
 
 def build_engine(engine_id: str, *, rank: int, note: str = "") -> Engine:
     """One whose only session is that of this rank."""
-    pod = Pod("uid", "ns", "pod", "auto", tenant=None, account=None)  # type: ignore[arg-type]
+    pod = Pod("uid", "ns", "pod", "auto", tenant=None, account=None, turns=None)  # type: ignore[arg-type]
     engine = Engine(number=1, storer=1, world_size=1, pod=pod, engine_id=engine_id, identity=b"", note=note)
     engine.sessions[rank] = Session(1, engine, rank, b"", connection=object())  # type: ignore[arg-type]
     return engine
