@@ -2,8 +2,6 @@
 API server that is away; the last word of a daemon that stops.
 """
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +13,6 @@ from kvoffload.protocol.messages import Drain
 
 CAPACITY_BYTES = 16 << 20
 KEYS = [key_of(number) for number in range(8)]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvo-robj-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -77,6 +77,7 @@ class Connection(asyncio.Protocol):
         self._is_waiting = False
         """Frames are left for the next turn."""
         self._durations = registry.durations
+        self._turns = pod.turns
 
     # --- asyncio ----------------------------------------------------------------------------------------------------
 
@@ -95,12 +96,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes have come: handle every whole frame in them."""
         self._reader.feed(data)
-        self._go_on()
-
-    def _go_on(self) -> None:
-        if self._is_waiting:
-            return
-        if self._pod.turns.is_over:
+        if self._turns.is_over:
             self._wait_for_turn()
         else:
             self._handle_frames()
@@ -128,7 +124,7 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("pod %s/%s: connection ended by a bug of this daemon", self._pod.namespace, self._pod.name)
             self.end("InternalError")
-        self._pod.turns.spend(begun, ended)
+        self._turns.spend(begun, ended)
         if ended - begun > TURN_SECONDS:
             self._wait_for_turn()
 
@@ -136,7 +132,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._is_waiting = True
             self._transport.pause_reading()
-            self._pod.turns.wait(self)
+            self._turns.wait(self)
 
     def take_turn(self) -> None:
         """It is this connection's turn: handle what has come meanwhile."""
@@ -157,7 +153,8 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The peer has read."""
         self._is_choked = False
-        self._go_on()
+        if not self._is_waiting:
+            self.data_received(b"")
 
     def _require_hello(self) -> None:
         if self._session is None:

@@ -47,7 +47,7 @@ class Turns:
         self._spent = 0.0
         """Seconds of the present turn."""
         self._credit = BURST_SECONDS
-        """Seconds that it may have beyond its share; below 0: it has had too much."""
+        """Seconds that it may have beyond its share, as of the last turn's end; below 0: it has had too much."""
         self._seen = perf_counter()
         self._waiting: deque[Connection] = deque()
         self.is_over = False
@@ -60,8 +60,6 @@ class Turns:
             if floor.speaker is not None:
                 floor.contended_until = ended + CONTENDED_SECONDS
             floor.speaker = self
-        self._refill(ended)
-        self._credit -= ended - begun
         self._spent += ended - begun
         if self._spent > TURN_SECONDS and not self.is_over:
             self._end_turn(ended)
@@ -72,12 +70,10 @@ class Turns:
         if not self.is_over:
             self._end_turn(perf_counter())
 
-    def _refill(self, now: float) -> None:
-        self._credit = min(BURST_SECONDS, self._credit + (now - self._seen) * MAX_SHARE)
-        self._seen = now
-
     def _end_turn(self, now: float) -> None:
         self.is_over = True
+        self._credit = min(BURST_SECONDS, self._credit + (now - self._seen) * MAX_SHARE) - self._spent
+        self._seen = now
         loop = asyncio.get_running_loop()
         if now >= self._floor.contended_until:
             self._credit = max(self._credit, 0.0)  # nobody missed what it had
