@@ -26,7 +26,8 @@ from kvoffload_node.index.journal import TenantJournal
 from kvoffload_node.index.order import order_path, write_order
 from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
 from kvoffload_node.index.slots import Namespace
-from kvoffload_node.index.tenant import Clock, TenantIndex
+from kvoffload_node.index.table import Clock
+from kvoffload_node.index.tenant import TenantIndex
 from kvoffload_node.region.extents import ExtentPool, Tenant
 from kvoffload_node.region.figures import Figures
 from kvoffload_node.region.hugetlbfs import Mount, NoHugetlbfs, RegionFile, Reservation

@@ -10,7 +10,8 @@ from kvoffload_node.index.order import write_order
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.restore import restore
 from kvoffload_node.index.slots import Namespace, WriteOwner
-from kvoffload_node.index.tenant import Clock, Supply, TenantIndex
+from kvoffload_node.index.table import Clock
+from kvoffload_node.index.tenant import Supply, TenantIndex
 
 EXTENT_BYTES = 1 << 20
 NUM_EXTENTS = 16
