@@ -12,7 +12,7 @@ from pathlib import Path
 
 from daemon_process import TestEngine, wait_until
 from kvoffload.protocol.framing import pack_frame
-from kvoffload.protocol.messages import Found, Lookup, Reserve, Reserved
+from kvoffload.protocol.messages import Found, Generation, Lookup, Reserve, Reserved
 from small_pool import start, value
 
 
@@ -74,6 +74,17 @@ def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(fold
         TestEngine(daemon.attach("good")).close()
         for sock in opened:
             sock.close()
+
+
+def test_generations_without_end_leave_nothing_behind(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        engine = TestEngine(daemon.attach("pod"), part_bytes=4096)
+        catalog = daemon.state / "catalog"
+        before = catalog.stat().st_size
+        engine.scheduler.send(*[Generation(private=True)] * 2000, Lookup(1, bytes(32)))
+        engine.scheduler.wait_for(Found, 60)
+        assert catalog.stat().st_size < before + 1024
+        engine.close()
 
 
 @contextlib.contextmanager

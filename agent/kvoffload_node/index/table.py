@@ -100,6 +100,10 @@ class SlotTable:
         else:
             extent.slab.partial[extent.position] = extent
 
+    def storers(self) -> set[int]:
+        """Numbers of the engines (and generations) of which anything is here."""
+        return {slot.storer for slot in self.ready.values()} | {write.storer for write in self.writes.values()}
+
     # --- extents ------------------------------------------------------------------------------------------------------
 
     def add_spare(self, position: int) -> None:

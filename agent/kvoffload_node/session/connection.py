@@ -339,6 +339,7 @@ class Connection(asyncio.Protocol):
 
     def _on_generation(self, session: Session, message: Generation) -> None:
         start_generation(_engine_of_scheduler(session), self._registry.region, private=message.private)
+        self._registry.forget_namespaces()
 
     def _on_reassert(self, session: Session, message: Reassert) -> None:
         registry = self._registry

@@ -293,8 +293,7 @@ class Registry:
         for number, engine in list(self.engines.items()):
             if not engine.sessions and not engine.dying:
                 del self.engines[number]
-                bound = {n for e in self.engines.values() for n in e.namespaces.values()}
-                self.region.forget_namespaces(bound)
+                self.forget_namespaces()
         for uid, pod in list(self.pods.items()):
             if pod.detached and not any(engine.pod is pod for engine in self.engines.values()):
                 del self.pods[uid]
@@ -305,6 +304,10 @@ class Registry:
             self.region.extents.abandon(tenant)
             if not tenant.positions:
                 self.region.remove_tenant(tenant)
+
+    def forget_namespaces(self) -> None:
+        """Drop namespaces that nobody is bound to and that hold nothing: an engine's end or generation leaves some."""
+        self.region.forget_namespaces({n for e in self.engines.values() for n in e.namespaces.values()})
 
     def _end_dead_sessions(self, engine: Engine) -> None:
         for session in list(engine.sessions.values()):

@@ -136,3 +136,12 @@ def test_a_guarantee_holds_up_others_and_not_the_pool_itself(filled: Filled) -> 
 def test_a_namespace_evicts_its_own_guaranteed_slots(filled: Filled) -> None:
     filled.account.guaranteed_bytes = filled.account.used_bytes
     assert len(filled.store(SMALL, 10)) == 10
+
+
+def test_generations_of_which_nothing_is_left_are_not_remembered(filled: Filled) -> None:
+    reserved, _ = filled.index.reserve(
+        filled.index.slab(SMALL), 1, owner=WriteOwner(number=7, storer=8, world_size=1), account=filled.account,
+        find_extent=lambda _: Supply.NONE,
+    )  # fmt: skip
+    assert len(reserved) == 1
+    assert filled.index.storers() == {1, 8}
