@@ -104,15 +104,17 @@ class Connection(asyncio.Protocol):
     def _handle_frames(self) -> None:
         """Handle the frames that have come, a turn's worth; the rest after everybody else's."""
         reader = self._reader
-        begun = perf_counter()
-        ended = begun
+        begun = ended = perf_counter()
         try:
             while not self._ended and not self._is_choked and (payload := reader.next_frame()) is not None:
+                before = ended
                 try:
-                    self._handle(payload)
+                    kind = self._handle(payload)
+                    ended = perf_counter()
+                    self._durations[kind].add(ended - before)
                 except SessionRefused as error:
                     self.refuse(error)
-                ended = perf_counter()
+                    ended = perf_counter()
                 if ended - begun > TURN_SECONDS:
                     break
             else:
@@ -202,7 +204,8 @@ class Connection(asyncio.Protocol):
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _handle(self, payload: bytes) -> None:
+    def _handle(self, payload: bytes) -> type[Message]:
+        """Decode and handle one message, and say which it was."""
         try:
             message = _decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -212,16 +215,15 @@ class Connection(asyncio.Protocol):
             if type(message) is not Hello:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
             self._on_hello(message)
-            return
+            return Hello
         kind = type(message)
         handler = _HANDLERS.get(kind)
         if handler is None:
             raise ProtocolError("a second Hello")
         if session.predecessors:
             self._registry.confirm(session)
-        begun = perf_counter()
         handler(self, session, message)
-        self._durations[kind].add(perf_counter() - begun)
+        return kind
 
     def _on_hello(self, hello: Hello) -> None:
         session, lock = self._registry.greet(self._pod, hello, self)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvoffload_node.session.connection import Connection
 
-TURN_SECONDS = 0.0005
+TURN_SECONDS = 0.001
 """A pod's messages are handled for so long, and to the end of the one in hand, before the others have their turn."""
 MAX_SHARE = 0.25
 """Of the thread's time that one pod has while others are at work."""
