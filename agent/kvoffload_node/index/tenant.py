@@ -204,8 +204,9 @@ class TenantIndex(SlotTable):
     def fail(self, owner: WriteOwner, rank: int, offsets: Iterable[int]) -> None:
         """These slots get no bytes from rank `rank` (-1: the scheduler). Raises ProtocolError.
 
-        A slot without a key is free at once: nobody was told to write it. One that has a key is free when every rank
-        has sealed or failed it, because until then a copy may still land in it.
+        A slot without a key is free at once when the scheduler says so: nobody was told to write it. One that has a key
+        is free when every rank has sealed or failed it, because until then a copy may still land in it. Ranks whose
+        words overtake the scheduler's `Assign`, each on its own connection, leave the slot to it.
         """
         for offset in offsets:
             write = self._write_of(owner, offset)
@@ -214,7 +215,7 @@ class TenantIndex(SlotTable):
                 write.pending &= ~(1 << rank)
             elif write.namespace is None:
                 write.pending = 0
-            if not write.pending:
+            if not write.pending and (rank < 0 or write.namespace is not None):
                 self._abandon(offset, write)
 
     def end_writes(self, owner: WriteOwner, ranks_gone: int) -> int:

@@ -138,6 +138,16 @@ def test_a_namespace_evicts_its_own_guaranteed_slots(filled: Filled) -> None:
     assert len(filled.store(SMALL, 10)) == 10
 
 
+def test_a_failure_that_overtakes_its_key_leaves_the_slot_to_the_key(filled: Filled) -> None:
+    owner = WriteOwner(number=7, storer=7, world_size=1)
+    find = {"find_extent": lambda _: Supply.NONE}
+    (offset,), _ = filled.index.reserve(filled.index.slab(SMALL), 1, owner=owner, account=filled.account, **find)
+    filled.index.fail(owner, 0, [offset])
+    assert filled.index.assign(owner, filled.namespace, [(offset, b"late key")]) == []
+    assert offset not in filled.index.writes
+    assert b"late key" not in filled.namespace.ready
+
+
 def test_generations_of_which_nothing_is_left_are_not_remembered(filled: Filled) -> None:
     reserved, _ = filled.index.reserve(
         filled.index.slab(SMALL), 1, owner=WriteOwner(number=7, storer=8, world_size=1), account=filled.account,
