@@ -29,6 +29,7 @@ from kvoffload.errors import DaemonUnavailable, SessionRefused
 from kvoffload.protocol.client import Session, attach_pod
 from kvoffload.protocol.framing import send_frame
 from kvoffload.protocol.messages import AttachPod, Bind, Bound, DetachPod, EngineReady, Hello, Mapped
+from scripted_api_server import ScriptedApiServer
 
 PAGE_BYTES = 2 << 20
 GIGANTIC_PAGE_BYTES = 1 << 30
@@ -83,9 +84,13 @@ class DaemonProcess:
         mount: Path | None = None,
         program: list[str] | None = None,
         environment: dict[str, str] | None = None,
+        from_api: bool = False,
         **spec: Any,
     ) -> None:
-        """`spec`: more fields of the region's spec, in JSON names; `program` replaces `python -m kvoffload_node`."""
+        """`spec`: more fields of the region's spec, in JSON names; `program` replaces `python -m kvoffload_node`.
+
+        With `from_api` the daemon asks `api`, which the caller starts, and not a file.
+        """
         self.folder = folder
         self.pool = f"test-{uuid.uuid4().hex[:12]}"
         self.mount = mount or Path("/dev/shm")
@@ -103,6 +108,7 @@ class DaemonProcess:
             "sharing": "Pool",
             **spec,
         }
+        self.api = ScriptedApiServer(folder, self.spec) if from_api else None
         self._program = program or [sys.executable, "-m", "kvoffload_node"]
         self.environment = environment or {}
         self._listening: dict[str, tuple[AttachPod, socket.socket]] = {}
@@ -133,11 +139,14 @@ class DaemonProcess:
     def start(self) -> None:
         """Start the daemon, wait until it takes pods, and hand over those that it had."""
         self.write_spec()
+        source = {"KVOFFLOAD_REGION_FILE": str(self.folder / "region.json")}
+        if self.api is not None:
+            source = {"KUBECONFIG": self.api.kubeconfig, "KVOFFLOAD_DAEMONSET": "d", "KVOFFLOAD_NAMESPACE": "n"}
         environment = {
             **os.environ,
             "KVOFFLOAD_POOL": self.pool,
             "KVOFFLOAD_NODE_NAME": "node",
-            "KVOFFLOAD_REGION_FILE": str(self.folder / "region.json"),
+            **source,
             "KVOFFLOAD_HUGEPAGES": str(self.mount),
             "KVOFFLOAD_STATE": str(self.state),
             "KVOFFLOAD_HANDOFF": str(self.handoff),
@@ -165,6 +174,11 @@ class DaemonProcess:
         if self.process is not None:
             self._hand_over(uid)
         return path
+
+    def pods_are_gone(self) -> None:
+        """While no daemon runs: the next one is handed nobody."""
+        while self._listening:
+            self._listening.popitem()[1][1].close()
 
     def detach(self, uid: str) -> None:
         """The pod's folder is gone, as the attacher would tell."""

@@ -23,6 +23,7 @@ class RefusalReason(str, Enum):
     PROTOCOL_VERSION = "ProtocolVersion"
     MALFORMED = "Malformed"
     TOO_MANY_ENGINES = "TooManyEngines"
+    TOO_MANY_ENGINES_IN_POD = "TooManyEnginesInPod"
     POOL_PAUSED = "PoolPaused"
     POOL_OBSERVED = "PoolObserved"
     DRAINING = "Draining"

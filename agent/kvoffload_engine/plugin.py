@@ -187,12 +187,12 @@ _reporting: list[Any] = []
 
 def _report(reason: str, message: str, config: Any) -> None:
     from kvoffload.protocol.client import Session
-    from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello, Report
+    from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Hello, Report
 
     hello = Hello(
         protocol_min=PROTOCOL_VERSION,
         protocol_max=PROTOCOL_VERSION,
-        engine_id=f"without-{uuid.uuid4()}",
+        engine_id=f"{LEFT_ALONE_PREFIX}{uuid.uuid4()}",
         role="scheduler",
         rank=-1,
         world_size=1,

@@ -37,6 +37,7 @@ from kvoffload_node.host.hugepages import explain_shortage, read_hugepage_limit
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import NoHugetlbfs, read_mount
+from kvoffload_node.region.leftovers import region_folder, release_region, remove_region
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
@@ -78,6 +79,8 @@ class Daemon:
         self._client: RegionClient | None = None
         self._spec: KVOffloadRegionSpec | None = None
         self._spec_changed = asyncio.Event()
+        self._uid = ""
+        """Of the KVOffloadRegion that the spec is of; empty where there is no API server."""
         self._generation = 0
         self._conditions: list[Condition] = []
         self._deleted = False
@@ -94,7 +97,7 @@ class Daemon:
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks.append(loop.create_task(self._follow_spec()))
-            tasks.append(loop.create_task(self._report()))
+            tasks.append(report := loop.create_task(self._report()))
             tasks.append(loop.create_task(self._serve()))
             stopped = loop.create_task(self.stopping.wait())
             done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -102,6 +105,7 @@ class Daemon:
             for task in done:
                 task.result()
             await self._drain()
+            await asyncio.wait([report], timeout=self.settings.drain_seconds)
         finally:
             await self._end(tasks)
             endpoints.shutdown()
@@ -133,7 +137,7 @@ class Daemon:
         if self.settings.region_file is not None:
             await self._follow_file(self.settings.region_file)
             return
-        self._take_spec(self._read_last_spec())
+        self._read_last_region()
         self._client = await asyncio.to_thread(self._connect)
         loop = asyncio.get_running_loop()
 
@@ -168,32 +172,51 @@ class Daemon:
             await asyncio.sleep(FILE_SECONDS)
 
     def _take_region(self, region: KVOffloadRegion | None) -> None:
-        if region is None or region.deleting:
+        """What the API server (or the file) says now; None: there is none.
+
+        A region of another uid is a later one of the same name: the one that is served was deleted while nobody
+        looked. It ends as any deleted region does, and the daemon's next start takes up the new one.
+        """
+        is_another = region is not None and self._uid not in ("", region.uid)
+        if region is None or region.deleting or is_another:
             if self._spec is not None and not self._deleted:
-                log.info("the region is deleted: draining, then giving the pages back")
+                why = f"another one has its name (uid {region.uid})" if region and is_another else "it is deleted"
+                log.info("the region (uid %s) is no more, %s: draining, then giving the pages back", self._uid, why)
                 self._deleted = True
                 self.stopping.set()
             return
+        self._uid = region.uid
         self._generation = region.generation
         self._conditions = list(region.status.conditions)
         self._take_spec(region.spec)
 
-    def _take_spec(self, spec: KVOffloadRegionSpec | None) -> None:
-        if spec is None or spec == self._spec:
+    def _take_spec(self, spec: KVOffloadRegionSpec) -> None:
+        if spec == self._spec:
             return
         self._spec = spec
-        path = self.settings.state / "region.json"
-        path.with_suffix(".new").write_text(spec.model_dump_json(by_alias=True))
-        path.with_suffix(".new").rename(path)
+        manifest = {"metadata": {"uid": self._uid}, "spec": spec.model_dump(mode="json", by_alias=True)}
+        new = self._last_region.with_suffix(".new")
+        new.write_text(json.dumps(manifest))
+        new.rename(self._last_region)
         if self.running is not None:
             self.running.registry.take_spec(spec)
         self._spec_changed.set()
 
-    def _read_last_spec(self) -> KVOffloadRegionSpec | None:
+    def _read_last_region(self) -> None:
+        """Serve what was served last, before the API server is asked."""
         try:
-            return KVOffloadRegionSpec.model_validate(json.loads((self.settings.state / "region.json").read_text()))
-        except (FileNotFoundError, ValidationError, ValueError):
-            return None
+            manifest = json.loads(self._last_region.read_text())
+            self._uid, spec = manifest["metadata"]["uid"], KVOffloadRegionSpec.model_validate(manifest["spec"])
+        except FileNotFoundError:
+            return
+        except (ValidationError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s cannot be read, waiting for the API server: %s", self._last_region, error)
+            return
+        self._take_spec(spec)
+
+    @property
+    def _last_region(self) -> Path:
+        return self.settings.state / "region.json"
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -227,6 +250,7 @@ class Daemon:
             state_folder=self.settings.state,
             paths=self.paths,
             revoke=lambda tenant, positions: holder[0].revoke(tenant, positions),
+            uid=self._uid,
         )
         registry = Registry(
             region=region,
@@ -293,8 +317,10 @@ class Daemon:
         last: object = None
         last_at = 0.0
         loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
+        is_last = False
+        while not is_last:
+            await self._wait_for_stop(LOOK_SECONDS)
+            is_last = self.stopping.is_set()  # the last status says that the daemon stops: nobody sees a stale Ready
             if self._client is None or self._spec is None or self._deleted:
                 continue
             running = self.running
@@ -318,7 +344,11 @@ class Daemon:
                 last, last_at = urgent, loop.time()
             except KVOffloadError as error:
                 log.warning("the status could not be written: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await self._wait_for_stop(RETRY_SECONDS)
+
+    async def _wait_for_stop(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), seconds)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -342,13 +372,19 @@ class Daemon:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        keep, why = await self._must_keep_files()
+        log.info("stopping: the files are %s (%s)", "kept" if keep else "unlinked", why)
         if self.running is not None:
-            keep, why = await self._must_keep_files()
-            log.info("stopping: the files are %s (%s)", "kept" if keep else "unlinked", why)
             if not keep:
                 await self._give_back_pages(self.running)
             self.running.registry.close()
-            self.running.region.close(unlink=not keep)
+            self.running.region.close()
+        if not keep:
+            remove_region(region_folder(self.settings.hugepages, self.settings.pool), self.settings.state)
+        elif self._deleted:
+            release_region(self.settings.state)
+        if self._deleted or not keep:
+            self._last_region.unlink(missing_ok=True)  # else the next start would serve a region that is no more
 
     async def _give_back_pages(self, running: Running) -> None:
         """Engines unmap what they have; pages of those that do not answer go when they end."""
@@ -365,7 +401,7 @@ class Daemon:
             return False, "the region is deleted"
         if self._client is None:
             return True, "no API server is configured"
-        return await asyncio.to_thread(self._client.must_keep_files)
+        return await asyncio.to_thread(self._client.must_keep_files, self._uid)
 
 
 def _lock_folder(folder: Path) -> int:

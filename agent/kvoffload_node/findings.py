@@ -56,7 +56,8 @@ def build_findings(situation: Situation, paths: HostPaths) -> list[Finding]:
 def _build_ready(situation: Situation, pages: Finding) -> Finding:
     kind, spec, region = RegionCondition.READY, situation.spec, situation.region
     if situation.is_stopping:
-        return Finding(kind, False, RegionReason.DRAINING, "the daemon stops")
+        message = "the daemon was told to stop; engines serve without offload until its successor is up"
+        return Finding(kind, False, RegionReason.DRAINING, message)
     if spec is None:
         return Finding(kind, False, RegionReason.STARTING, "no KVOffloadRegion for this node yet")
     if spec.mode is Mode.OBSERVE:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from kvoffload import __version__
 from kvoffload_node.host.hugepages import read_hugepages
+from kvoffload_node.session.engines import LEFT_ALONE
 from kvoffload_node.session.timing import BUCKETS_SECONDS
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ HELP = {
     "kvoffload_pool_free_bytes": "Bytes that can be stored to without evicting.",
     "kvoffload_hugepages": "Huge pages of the pool's size on the node.",
     "kvoffload_slots": "Slots by state.",
-    "kvoffload_engines": "Engines attached, by confirmed layout.",
+    "kvoffload_engines": "Engines attached, by confirmed layout; left-alone: without offload, the status says why.",
     "kvoffload_sessions": "Sessions, by whether their process is connected.",
     "kvoffload_lookups": "Keys looked up, by result.",
     "kvoffload_stored_bytes": "Bytes of slots that became ready.",
@@ -78,7 +79,7 @@ class NodeCollector(Collector):
         yield _gauge("kvoffload_prefault_ratio", {(): figures.allocated_bytes / max(1, figures.capacity_bytes)})
         yield _gauge("kvoffload_slab_waste_bytes", {(): figures.waste_bytes})
         engines = Counter(engine.layout or "pending" for engine in registry.engines.values() if engine.is_attached)
-        layouts = ("replicated", "per-rank", "shared", "pending")
+        layouts = ("replicated", "per-rank", "shared", "pending", LEFT_ALONE)
         yield _gauge("kvoffload_engines", {(("layout", layout),): engines[layout] for layout in layouts})
         sessions = Counter(
             "connected" if session.connection else "disconnected"

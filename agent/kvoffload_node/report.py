@@ -111,32 +111,36 @@ class RegionClient:
         except (ApiException, HTTPError, OSError) as error:
             raise ApiServerError(_reason(error)) from error
 
-    def must_keep_files(self) -> tuple[bool, str]:
+    def must_keep_files(self, uid: str) -> tuple[bool, str]:
         """Whether a stopping daemon leaves its files to a successor, and why.
 
-        It does if its DaemonSet and its region are both there and not being deleted, or if nobody can be asked. A
-        refusal counts as gone: helm removes our rights before it removes us.
+        It does if its DaemonSet and its region (of this uid, empty: not known yet) are both there and not being
+        deleted, or if nobody can be asked. A refusal counts as gone: helm removes our rights before it removes us.
         """
-        for what, read in (("region", self._region_metadata), ("DaemonSet", self._daemonset_metadata)):
+        questions: list[tuple[str, Callable[[], bool]]] = [
+            ("region", lambda: self._is_region_ending(uid)),
+            ("DaemonSet", self._is_daemonset_ending),
+        ]
+        for what, read in questions:
             try:
-                is_deleting = read()
+                is_ending = read()
             except ApiException as error:
                 if error.status in _GONE:
                     return False, f"the {what} answers {error.status}"
                 return True, f"the {what} cannot be asked about: {error.status}"
             except (HTTPError, OSError) as error:
                 return True, f"the API server cannot be reached: {error}"
-            if is_deleting:
-                return False, f"the {what} is being deleted"
+            if is_ending:
+                return False, f"the {what} is being deleted, or is another one"
         return True, "a successor will come"
 
-    def _region_metadata(self) -> bool:
+    def _is_region_ending(self, uid: str) -> bool:
         manifest = self._custom.get_cluster_custom_object(
             GROUP, VERSION, REGION_PLURAL, self.name, _request_timeout=_REQUEST_SECONDS
         )
-        return "deletionTimestamp" in manifest["metadata"]
+        return "deletionTimestamp" in manifest["metadata"] or uid not in ("", manifest["metadata"]["uid"])
 
-    def _daemonset_metadata(self) -> bool:
+    def _is_daemonset_ending(self) -> bool:
         found = self._apps.read_namespaced_daemon_set(
             self._daemonset, self._namespace, _request_timeout=_REQUEST_SECONDS
         )

@@ -26,7 +26,9 @@ def build_status(
 ) -> KVOffloadRegionStatus:
     """Our part of the region's status. `previous` are its conditions as they were, whoever set them."""
     now = now or datetime.now(UTC)
-    attached = [engine for engine in engines if engine.is_attached]
+    connected = [engine for engine in engines if engine.is_attached]
+    attached = [engine for engine in connected if not engine.is_left_alone]
+    left_alone = [engine for engine in connected if engine.is_left_alone]
     return KVOffloadRegionStatus(
         observed_generation=generation,
         conditions=[
@@ -48,14 +50,15 @@ def build_status(
         saved_bytes=figures.saved_bytes if figures else 0,
         daemon_version=__version__,
         epoch=epoch,
-        engines=[_build_engine(engine) for engine in attached[:MAX_ENGINES]],
+        engines=[_build_engine(engine) for engine in [*attached, *left_alone][:MAX_ENGINES]],
         engines_attached=len(attached),
         engines_replicated=sum(engine.layout == "replicated" for engine in attached),
     )
 
 
 def _build_engine(engine: Engine) -> RegionEngine:
-    words = [engine.message, engine.note]
+    # What leaves an engine alone is told as one sentence, reason first: the plugin's and the daemon's users know it so.
+    words = [engine.note] if engine.is_left_alone and engine.note else [engine.message, engine.note]
     return RegionEngine(
         pod_namespace=engine.pod.namespace,
         pod_name=engine.pod.name,

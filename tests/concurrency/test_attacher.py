@@ -208,6 +208,8 @@ def test_every_pod_is_handed_over_again_to_a_restarted_daemon(node: Node) -> Non
     inodes = [(folder / "daemon.sock").stat().st_ino for folder in folders]
     node.daemon.kill()
     node.daemon.start()
+    # A connection waits in the socket's queue for 5 s only, and a busy machine starts a daemon in more than that.
+    wait_until(lambda: node.daemon.log.count(" attached (tenant ") == 10, timeout_seconds=60)
     for folder in folders:
         TestEngine(folder / "daemon.sock").close()
     assert [(folder / "daemon.sock").stat().st_ino for folder in folders] == inodes

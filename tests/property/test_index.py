@@ -23,7 +23,8 @@ from kvoffload_node.index.journal import TenantJournal
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.restore import has_bytes, restore, restored_writes, revive
 from kvoffload_node.index.slots import Namespace, Slab, WriteOwner
-from kvoffload_node.index.tenant import Clock, Supply, TenantIndex
+from kvoffload_node.index.table import Clock
+from kvoffload_node.index.tenant import Supply, TenantIndex
 
 EXTENT_BYTES = 65536
 NUM_EXTENTS = 5

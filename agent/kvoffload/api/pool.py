@@ -291,7 +291,7 @@ class KVOffloadPoolSpec(ApiModel):
         default=EvictionPolicy.LRU, description="evictionPolicy chooses what is given up first: LRU."
     )
     max_engines_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=64, description="maxEnginesPerNode is how many engines may attach on one node."
+        default=64, description="maxEnginesPerNode is how many engines may attach on one node; one pod may have half."
     )
     attachment: Attachment = Field(
         default=Attachment.PREFERRED,

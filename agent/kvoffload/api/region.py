@@ -98,7 +98,7 @@ class KVOffloadRegionSpec(ApiModel):
     )
     eviction_policy: EvictionPolicy = Field(default=EvictionPolicy.LRU, description="evictionPolicy as in the pool.")
     max_engines: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=64, description="maxEngines is how many engines may attach."
+        default=64, description="maxEngines is how many engines may attach; one pod may have half of them."
     )
     mode: Mode = Field(default=Mode.ACTIVE, description="mode as in the pool.")
     reclaim_policy: ReclaimPolicy = Field(default=ReclaimPolicy.DELETE, description="reclaimPolicy as in the pool.")
@@ -119,10 +119,13 @@ class RegionEngine(ApiModel):
         default="", description="predictedLayout by the webhook: replicated, per-rank or auto."
     )
     confirmed_layout: Annotated[str, Field(max_length=64)] = Field(
-        default="", description="confirmedLayout by the engine's ranks: replicated, per-rank, or empty until all said."
+        default="",
+        description="confirmedLayout by the engine's ranks: replicated, per-rank, shared, or empty until all said; "
+        "left-alone: the engine runs without offload.",
     )
     reason: Annotated[str, Field(max_length=64)] = Field(
-        default="", description="reason is the first condition of replication that failed, CamelCase."
+        default="",
+        description="reason is the first condition of replication that failed, or why it is left alone, CamelCase.",
     )
     message: Annotated[str, Field(max_length=1024)] = Field(default="", description="message says it in words.")
     stored_bytes: ByteCount = Field(default=0, description="storedBytes since it attached.")
@@ -156,7 +159,7 @@ class KVOffloadRegionStatus(ApiModel):
     engines: list[RegionEngine] = Field(
         default=[],
         max_length=MAX_ENGINES,
-        description="engines attached, the first 64; enginesAttached counts all.",
+        description="engines attached, then those left alone, the first 64; enginesAttached counts all attached.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["podUID", "engineID"]},
     )
     engines_attached: Count = Field(default=0, description="enginesAttached counts the engines attached.")

@@ -19,6 +19,9 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_KEYS = 8192
 """Keys in one message: a request of 131,072 tokens has 8,192 chunks of 16 tokens."""
 MAX_RANKS = 64
+LEFT_ALONE_PREFIX = "without-"
+"""Begins the `engine_id` of a scheduler whose engine runs without offload and only tells why: it has no ranks, gets no
+bytes, and does not count as an engine."""
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 LongText = Annotated[str, msgspec.Meta(max_length=8192)]

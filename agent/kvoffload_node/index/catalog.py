@@ -39,6 +39,13 @@ class Catalog(msgspec.Struct):
     accounts: list[str] = []
     """Kubernetes namespaces; the account's number is its place."""
     next_number: int = 1
+    region_uid: str = ""
+    """uid of the KVOffloadRegion whose files these are; empty: of whichever comes next (retained ones, too)."""
+
+
+def catalog_path(state_folder: Path) -> Path:
+    """Where a pool's catalog is."""
+    return state_folder / "catalog"
 
 
 def read_catalog(path: Path) -> Catalog | None:

@@ -14,7 +14,7 @@ from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Extent, ReadySlot, Slab
 
 if TYPE_CHECKING:
-    from kvoffload_node.index.tenant import TenantIndex
+    from kvoffload_node.index.table import SlotTable
 
 
 def coldest_unleased(lru: "OrderedDict[int, int]", ready: Mapping[int, ReadySlot]) -> tuple[int, int] | None:
@@ -41,7 +41,7 @@ def coldest_slot(slab: Slab, ready: Mapping[int, ReadySlot], account: Account) -
 class ColdExtents:
     """A tenant's extents by coldness: a heap whose entries may lag behind, which is harmless as ticks only grow."""
 
-    def __init__(self, index: "TenantIndex") -> None:
+    def __init__(self, index: "SlotTable") -> None:
         self._index = index
         self._heap: list[tuple[int, int]] = []
         self._positions: set[int] = set()

@@ -7,13 +7,14 @@ touched by somebody belongs to the engine that was writing it, or to nobody unti
 from collections.abc import Mapping, Sequence
 
 from kvoffload_node.index.journal import UNCUT, SlotRecord, SlotState
+from kvoffload_node.index.order import take_order
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Extent, ReadySlot, Write, WriteOwner
-from kvoffload_node.index.tenant import TenantIndex
+from kvoffload_node.index.table import SlotTable
 
 
 def restore(
-    index: TenantIndex, owners: Mapping[int, WriteOwner], accounts: Sequence[Account], nobody: WriteOwner
+    index: SlotTable, owners: Mapping[int, WriteOwner], accounts: Sequence[Account], nobody: WriteOwner
 ) -> None:
     """Fill an empty index from its journal. `owners` are the engines that may still live, by number."""
     for position, slot_bytes in index.journal.read_extents().items():
@@ -30,10 +31,22 @@ def restore(
             index.uncut(extent)
         elif extent.free:
             slab.partial[position] = extent
+    _restore_order(index)
+
+
+def _restore_order(index: SlotTable) -> None:
+    """What was used last before an orderly stop is evicted last; without that all slots are equally cold."""
+    for tick, offset in take_order(index.journal.path):
+        slot = index.ready.get(offset)
+        if slot is not None:
+            slot.lru[offset] = tick
+            slot.lru.move_to_end(offset)
+            index.extents[offset // index.extent_bytes].last_used = tick
+            index.clock.tick = max(index.clock.tick, tick)
 
 
 def _restore_slot(
-    index: TenantIndex,
+    index: SlotTable,
     extent: Extent,
     record: SlotRecord,
     owners: Mapping[int, WriteOwner],
@@ -63,13 +76,13 @@ def _restore_slot(
         accounts[0].used_bytes += extent.slab.slot_bytes
 
 
-def has_bytes(index: TenantIndex, offset: int, nobody: WriteOwner) -> bool:
+def has_bytes(index: SlotTable, offset: int, nobody: WriteOwner) -> bool:
     """Whether a process of before may still read this slot: it is READY, or was dropped under its reader."""
     write = index.writes.get(offset)
     return offset in index.ready or (write is not None and write.owner is nobody)
 
 
-def revive(index: TenantIndex, offset: int, nobody: WriteOwner) -> None:
+def revive(index: SlotTable, offset: int, nobody: WriteOwner) -> None:
     """A reader of before the restart still reads a slot that was dropped: it is ORPHANED again, and can be leased."""
     write = index.writes.get(offset)
     if write is None or write.owner is not nobody:
@@ -81,6 +94,6 @@ def revive(index: TenantIndex, offset: int, nobody: WriteOwner) -> None:
     index.orphans.add(offset)
 
 
-def restored_writes(index: TenantIndex, owner: WriteOwner) -> list[tuple[int, Write]]:
+def restored_writes(index: SlotTable, owner: WriteOwner) -> list[tuple[int, Write]]:
     """What an earlier daemon gave this engine to write, as far as it is not settled."""
     return [(o, w) for o, w in index.writes.items() if w.owner is owner and w.restored]

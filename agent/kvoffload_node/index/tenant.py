@@ -5,15 +5,14 @@ Runs in the node daemon's event loop, one call a message, never two at once; cal
 offset to count.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 from kvoffload.errors import ProtocolError
-from kvoffload_node.index.eviction import ColdExtents, coldest_slot, coldest_unleased
-from kvoffload_node.index.journal import UNCUT, TenantJournal
+from kvoffload_node.index.eviction import coldest_slot, coldest_unleased
 from kvoffload_node.index.quotas import Account
-from kvoffload_node.index.slots import MIN_SLOT_BYTES, Extent, Namespace, ReadySlot, Slab, Write, WriteOwner
+from kvoffload_node.index.slots import Namespace, ReadySlot, Slab, Write, WriteOwner
+from kvoffload_node.index.table import SlotTable
 
 Holder = dict[int, int]
 
@@ -42,41 +41,8 @@ class Shortage:
     """An engine of before the restart has not yet said what it holds: nothing is evicted until it has, or is dead."""
 
 
-class Clock:
-    """Ticks with every message that uses a slot: the order of uses, for eviction. Shared by all tenants."""
-
-    __slots__ = ("tick",)
-
-    def __init__(self) -> None:
-        self.tick = 0
-
-
-class TenantIndex:
-    """What is where in one tenant's file, and who may not lose it."""
-
-    def __init__(self, number: int, *, extent_bytes: int, clock: Clock, journal: TenantJournal) -> None:
-        self.number = number
-        self.extent_bytes = extent_bytes
-        self.clock = clock
-        self.journal = journal
-        self.namespaces: dict[int, Namespace] = {}
-        self.dropped = Namespace(0, b"", 0)
-        """Of ORPHANED slots whose key was lost in a restart."""
-        self.slabs: dict[int, Slab] = {}
-        self.extents: dict[int, Extent] = {}
-        """By position, those that belong to a slab."""
-        self.spare: list[int] = []
-        """Positions that have pages and belong to no slab."""
-        self.ready: dict[int, ReadySlot] = {}
-        self.writes: dict[int, Write] = {}
-        self.orphans: set[int] = set()
-        self.cold = ColdExtents(self)
-        self.num_leased = 0
-        """Slots that somebody leases."""
-        self.evicted_bytes: dict[str, int] = {}
-        """By reason."""
-        self.may_evict = True
-        """False after a restart until every engine of before has said what it holds, or is dead."""
+class TenantIndex(SlotTable):
+    """What is where in one tenant's file, and what sessions may do with it."""
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
@@ -141,20 +107,12 @@ class TenantIndex:
                 self.num_leased -= 1
                 if offset in self.orphans:
                     self.orphans.discard(offset)
-                    self._free(offset, ready.pop(offset).account)
+                    self.free(offset, ready.pop(offset).account)
                 else:
                     slot.lru[offset] = tick
                     slot.lru.move_to_end(offset)
 
     # --- stores -----------------------------------------------------------------------------------------------------
-
-    def slab(self, slot_bytes: int) -> Slab:
-        """The slab for slots of this size, made if there is none."""
-        stride = max(slot_bytes, MIN_SLOT_BYTES)
-        slab = self.slabs.get(stride)
-        if slab is None:
-            slab = self.slabs[stride] = Slab(slot_bytes=stride)
-        return slab
 
     def reserve(
         self,
@@ -207,7 +165,7 @@ class TenantIndex:
                     del slab.partial[extent.position]
                 return offset, ""
             if self.spare:
-                self._cut(self.spare.pop(), slab)
+                self.cut(self.spare.pop(), slab)
                 continue
             oldest = coldest_slot(slab, self.ready, account) if self.may_evict else None
             supply = find_extent(oldest[1] if oldest else self.clock.tick)
@@ -216,7 +174,7 @@ class TenantIndex:
             if supply is Supply.NONE:
                 if oldest is None:
                     return None, Shortage.ALL_LEASED if self.may_evict else Shortage.RECOVERING
-                self._evict(oldest[0], "Capacity")
+                self.evict(oldest[0], "Capacity")
                 return oldest[0], ""
 
     def assign(self, owner: WriteOwner, namespace: Namespace, pairs: Iterable[tuple[int, bytes]]) -> list[int]:
@@ -246,8 +204,9 @@ class TenantIndex:
     def fail(self, owner: WriteOwner, rank: int, offsets: Iterable[int]) -> None:
         """These slots get no bytes from rank `rank` (-1: the scheduler). Raises ProtocolError.
 
-        A slot without a key is free at once: nobody was told to write it. One that has a key is free when every rank
-        has sealed or failed it, because until then a copy may still land in it.
+        A slot without a key is free at once when the scheduler says so: nobody was told to write it. One that has a key
+        is free when every rank has sealed or failed it, because until then a copy may still land in it. Ranks whose
+        words overtake the scheduler's `Assign`, each on its own connection, leave the slot to it.
         """
         for offset in offsets:
             write = self._write_of(owner, offset)
@@ -256,7 +215,7 @@ class TenantIndex:
                 write.pending &= ~(1 << rank)
             elif write.namespace is None:
                 write.pending = 0
-            if not write.pending:
+            if not write.pending and (rank < 0 or write.namespace is not None):
                 self._abandon(offset, write)
 
     def end_writes(self, owner: WriteOwner, ranks_gone: int) -> int:
@@ -280,20 +239,6 @@ class TenantIndex:
             if offset not in holder:
                 raise ProtocolError(f"drop of slot {offset}, which this session does not lease")
             self.forget(offset)
-
-    def forget(self, offset: int) -> None:
-        """Take a READY slot from its key; it is free when nobody leases it any more."""
-        if offset in self.orphans:
-            return
-        slot = self.ready[offset]
-        del slot.namespace.ready[slot.key]
-        slot.lru.pop(offset, None)
-        if slot.holders:
-            self.orphans.add(offset)
-            self.journal.orphaned(offset, self.extents[offset // self.extent_bytes].slab.slot_bytes)
-        else:
-            del self.ready[offset]
-            self._free(offset, slot.account)
 
     def unassigned(self, owner: WriteOwner) -> Iterator[int]:
         """Slots that the owner has reserved and not yet given a key."""
@@ -332,25 +277,16 @@ class TenantIndex:
         lru[offset] = extent.last_used = self.clock.tick
         return True
 
-    def lru(self, slab: Slab, account: Account) -> "OrderedDict[int, int]":
-        """Where the account's READY slots of this slab wait to be evicted."""
-        lru = slab.evictable.get(account)
-        if lru is None:
-            lru = slab.evictable[account] = OrderedDict()
-        return lru
-
     def _abandon(self, offset: int, write: Write) -> None:
         del self.writes[offset]
         write.owner.num_writes -= 1
-        self._free(offset, write.account)
+        self.free(offset, write.account)
 
     def keep_pending(self, offset: int, write: Write, ranks: int) -> None:
         """Of a restored write, only these ranks may still touch the slot."""
         write.pending &= ranks
         if not write.pending:
             self._abandon(offset, write)
-
-    # --- eviction and extents ---------------------------------------------------------------------------------------
 
     def _evict_own(self, account: Account) -> bool:
         """The account is at its limit: free its own coldest slot, of whatever size. False if none can be."""
@@ -362,92 +298,7 @@ class TenantIndex:
         if not found or not self.may_evict:
             return False
         _, offset = min(found)
-        self._evict(offset, Shortage.QUOTA_LIMIT)
+        self.evict(offset, Shortage.QUOTA_LIMIT)
         account.used_bytes += self.extents[offset // self.extent_bytes].slab.slot_bytes
-        self._free(offset, account)
+        self.free(offset, account)
         return True
-
-    def _evict(self, offset: int, reason: str) -> None:
-        """Take a READY, unleased slot from its key; it is the caller's to use or to free."""
-        slot = self.ready.pop(offset)
-        del slot.lru[offset]
-        del slot.namespace.ready[slot.key]
-        num_bytes = self.extents[offset // self.extent_bytes].slab.slot_bytes
-        slot.account.used_bytes -= num_bytes
-        self.evicted_bytes[reason] = self.evicted_bytes.get(reason, 0) + num_bytes
-
-    def add_spare(self, position: int) -> None:
-        """The extent at this position has got its pages."""
-        self.journal.extent(position, UNCUT)
-        self.spare.append(position)
-
-    def evict_extent(self, extent: Extent, reason: str = "ExtentMoved") -> None:
-        """Evict every slot of an extent in which none is leased or being written; it is spare afterwards."""
-        stride = extent.slab.slot_bytes
-        for offset in extent.offsets(self.extent_bytes):
-            if offset in self.ready:
-                self._evict(offset, reason)
-                self.journal.free(offset, stride)
-        self.uncut(extent)
-
-    def is_busy(self, extent: Extent) -> bool:
-        """Whether any slot in it is leased or being written."""
-        ready, writes = self.ready, self.writes
-        return any(
-            offset in writes or (offset in ready and ready[offset].holders)
-            for offset in extent.offsets(self.extent_bytes)
-        )
-
-    def _free(self, offset: int, account: Account) -> None:
-        extent = self.extents[offset // self.extent_bytes]
-        stride = extent.slab.slot_bytes
-        account.used_bytes -= stride
-        self.journal.free(offset, stride)
-        extent.free.append(offset)
-        if len(extent.free) == extent.num_slots:
-            self.uncut(extent)
-        else:
-            extent.slab.partial[extent.position] = extent
-
-    def _cut(self, position: int, slab: Slab) -> None:
-        num_slots = self.extent_bytes // slab.slot_bytes
-        extent = Extent(position, slab, num_slots, free=[], last_used=self.clock.tick)
-        extent.free = list(reversed(extent.offsets(self.extent_bytes)))
-        self.journal.extent(position, slab.slot_bytes)
-        self.extents[position] = slab.extents[position] = slab.partial[position] = extent
-        self.cold.add(extent)
-
-    def uncut(self, extent: Extent) -> None:
-        """An extent whose slots are all FREE belongs to no slab any more."""
-        del self.extents[extent.position]
-        del extent.slab.extents[extent.position]
-        extent.slab.partial.pop(extent.position, None)
-        self.journal.extent(extent.position, UNCUT)
-        self.spare.append(extent.position)
-
-    # --- figures ----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_assigned_writes(self) -> bool:
-        """Whether an engine is about to seal something."""
-        return any(write.namespace is not None and not write.failed for write in self.writes.values())
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of slots that are not FREE."""
-        return sum((e.num_slots - len(e.free)) * e.slab.slot_bytes for e in self.extents.values())
-
-    @property
-    def writing_bytes(self) -> int:
-        """Bytes of slots that are reserved or being written."""
-        return sum(self.extents[offset // self.extent_bytes].slab.slot_bytes for offset in self.writes)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that READY slots would take beside those they do in a plain layout."""
-        return sum(namespace.saved_per_slot * len(namespace.ready) for namespace in self.namespaces.values())
-
-    @property
-    def waste_bytes(self) -> int:
-        """Bytes at the ends of extents that hold no slot."""
-        return sum(self.extent_bytes - e.num_slots * e.slab.slot_bytes for e in self.extents.values())

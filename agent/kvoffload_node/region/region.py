@@ -14,14 +14,24 @@ from kvoffload.errors import PagesUnavailable, RefusalReason, RegionUnusable, Se
 from kvoffload.layout.extents import plan_extent_bytes
 from kvoffload_node.host.numa import NumaNode, plan_node, read_numa_nodes
 from kvoffload_node.host.paths import HostPaths
-from kvoffload_node.index.catalog import Catalog, NamespaceEntry, TenantEntry, read_catalog, write_catalog
+from kvoffload_node.index.catalog import (
+    Catalog,
+    NamespaceEntry,
+    TenantEntry,
+    catalog_path,
+    read_catalog,
+    write_catalog,
+)
 from kvoffload_node.index.journal import TenantJournal
+from kvoffload_node.index.order import order_path, write_order
 from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
 from kvoffload_node.index.slots import Namespace
-from kvoffload_node.index.tenant import Clock, TenantIndex
+from kvoffload_node.index.table import Clock
+from kvoffload_node.index.tenant import TenantIndex
 from kvoffload_node.region.extents import ExtentPool, Tenant
 from kvoffload_node.region.figures import Figures
 from kvoffload_node.region.hugetlbfs import Mount, NoHugetlbfs, RegionFile, Reservation
+from kvoffload_node.region.leftovers import JOURNALS, ORDERS, REGION_FILES, region_folder
 
 log = logging.getLogger(__name__)
 
@@ -37,23 +47,25 @@ class Region:
         state_folder: Path,
         paths: HostPaths,
         revoke: Callable[[Tenant, list[int]], Awaitable[None]],
+        uid: str = "",
     ) -> None:
         """Open the folder and adopt what an earlier daemon of this boot left. Raises RegionUnusable.
 
-        No page is reserved yet: `reserve_pages` does that, and may be tried again.
+        `uid` is the KVOffloadRegion's, empty where there is no API server; what was left for one of another uid is
+        removed. No page is reserved yet: `reserve_pages` does that, and may be tried again.
         """
         self.spec = spec
         self.mount = mount
         self._paths = paths
         boot_id = (paths.proc / "sys/kernel/random/boot_id").read_text().strip()
-        self.folder = mount.path / f"kvoffload-{spec.pool_name}"
+        self.folder = region_folder(mount.path, spec.pool_name)
         self.clock = Clock()
         self.accounts: list[Account] = []
         self.was_adopted = False
         """Whether tenants of an earlier daemon were taken over."""
         self.pages_reserved = False
         self._state = state_folder
-        self._catalog_path = state_folder / "catalog"
+        self._catalog_path = catalog_path(state_folder)
         if not mount.is_hugetlbfs and spec.fallback is Fallback.NONE:
             raise NoHugetlbfs(
                 f"{mount.path} is shared memory in 4 KiB pages and the pool has fallback None; mount a hugetlbfs "
@@ -67,10 +79,11 @@ class Region:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         catalog = read_catalog(self._catalog_path)
         epoch = catalog.epoch if catalog else 0
-        if catalog is None or not _fits(catalog, spec, mount, boot_id):
+        if catalog is None or not _fits(catalog, spec, mount, boot_id, uid):
             extent_bytes = plan_extent_bytes(spec.capacity_bytes, mount.page_bytes)
             catalog = Catalog(boot_id=boot_id, extent_bytes=extent_bytes, span_bytes=0)
         self.catalog = catalog
+        self.catalog.region_uid = uid
         self.extent_bytes = catalog.extent_bytes
         num_extents = spec.capacity_bytes // self.extent_bytes
         self.capacity_bytes = num_extents * self.extent_bytes
@@ -163,6 +176,7 @@ class Region:
         for thing in (tenant.file, tenant.index.journal):
             thing.close()
             thing.unlink()
+        order_path(tenant.index.journal.path).unlink(missing_ok=True)
         self.catalog.tenants = [entry for entry in self.catalog.tenants if entry.number != tenant.number]
         self.catalog.namespaces = [entry for entry in self.catalog.namespaces if entry.tenant != tenant.number]
         self._save()
@@ -241,19 +255,13 @@ class Region:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def close(self, *, unlink: bool) -> None:
-        """Close everything; `unlink` gives the pages back (clients that still map them keep them until they end)."""
+    def close(self) -> None:
+        """Close everything; files stay for a successor, or for `leftovers.remove_region`."""
         for tenant in self.extents.tenants.values():
+            write_order(tenant.index.journal.path, tenant.index.ready, self.clock.tick)
             tenant.index.journal.close()
-            if unlink:
-                tenant.file.unlink()
-                tenant.index.journal.unlink()
             tenant.file.close()
         self._reservation.close()
-        if unlink:
-            self._catalog_path.unlink(missing_ok=True)
-            if not any(self.folder.iterdir()):
-                self.folder.rmdir()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -279,11 +287,11 @@ class Region:
         self.catalog.tenants = kept
         numbers = {entry.number for entry in kept}
         self.catalog.namespaces = [n for n in self.catalog.namespaces if n.tenant in numbers]
-        for path in self.folder.glob("tenant-*.region"):
+        for path in self.folder.glob(REGION_FILES):
             if path.name not in names:
                 log.info("removing %s: no tenant of this boot owns it", path)
                 path.unlink()
-        for path in self._state.glob("tenant-*.journal"):
+        for path in (*self._state.glob(JOURNALS), *self._state.glob(ORDERS)):
             if path.with_suffix(".region").name not in names:
                 path.unlink()
 
@@ -328,10 +336,11 @@ class Region:
         write_catalog(self._catalog_path, self.catalog)
 
 
-def _fits(catalog: Catalog, spec: KVOffloadRegionSpec, mount: Mount, boot_id: str) -> bool:
+def _fits(catalog: Catalog, spec: KVOffloadRegionSpec, mount: Mount, boot_id: str, uid: str) -> bool:
     """Whether the journals of this catalog speak of a region that can be taken over, of whatever capacity."""
     return (
         catalog.boot_id == boot_id
+        and (not uid or catalog.region_uid in ("", uid))
         and catalog.extent_bytes % mount.page_bytes == 0
         and spec.capacity_bytes >= catalog.extent_bytes
     )

@@ -45,14 +45,13 @@ from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
 from kvoffload_node.session.packing import OFFSET_BYTES, pack_offsets, unpack_keys, unpack_offsets
 from kvoffload_node.session.readiness import announce, bind, start_generation
 from kvoffload_node.session.registry import Registry
+from kvoffload_node.session.turns import TURN_SECONDS
 
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 1 << 20
 """Above this the connection is not read from until its peer reads; above `MAX_PUSHED_BYTES` it is ended."""
 MAX_PUSHED_BYTES = 4 << 20
-FRAMES_PER_TURN = 64
-"""Frames of one connection that are handled before the others have their turn."""
 MAX_CONNECTIONS = 1024
 """Of one pod: 64 engines of eight ranks need 576."""
 HELLO_SECONDS = 10.0
@@ -78,6 +77,7 @@ class Connection(asyncio.Protocol):
         self._is_waiting = False
         """Frames are left for the next turn."""
         self._durations = registry.durations
+        self._turns = pod.turns
 
     # --- asyncio ----------------------------------------------------------------------------------------------------
 
@@ -96,35 +96,48 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes have come: handle every whole frame in them."""
         self._reader.feed(data)
-        self._handle_frames()
+        if self._turns.is_over:
+            self._wait_for_turn()
+        else:
+            self._handle_frames()
 
     def _handle_frames(self) -> None:
         """Handle the frames that have come, a turn's worth; the rest after everybody else's."""
         reader = self._reader
+        begun = ended = perf_counter()
         try:
-            for _ in range(FRAMES_PER_TURN):
-                if self._ended or (payload := reader.next_frame()) is None:
-                    self._go_on_reading()
-                    return
-                self._handle(payload)
-            self._wait_for_turn()
+            while not self._ended and not self._is_choked and (payload := reader.next_frame()) is not None:
+                before = ended
+                try:
+                    kind = self._handle(payload)
+                    ended = perf_counter()
+                    self._durations[kind].add(ended - before)
+                except SessionRefused as error:
+                    self.refuse(error)
+                    ended = perf_counter()
+                if ended - begun > TURN_SECONDS:
+                    break
+            else:
+                self._go_on_reading()
         except ProtocolError as error:
             if self._registry.is_first(self._pod, RefusalReason.MALFORMED):
                 log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)
-        except SessionRefused as error:
-            self.refuse(error)
         except Exception:
             log.exception("pod %s/%s: connection ended by a bug of this daemon", self._pod.namespace, self._pod.name)
             self.end("InternalError")
+        self._turns.spend(begun, ended)
+        if ended - begun > TURN_SECONDS:
+            self._wait_for_turn()
 
     def _wait_for_turn(self) -> None:
-        if self._transport is not None and not self._is_waiting:
+        if self._transport is not None:
             self._is_waiting = True
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._take_turn)
+            self._turns.wait(self)
 
-    def _take_turn(self) -> None:
+    def take_turn(self) -> None:
+        """It is this connection's turn: handle what has come meanwhile."""
         self._is_waiting = False
         if not self._is_choked:
             self._handle_frames()
@@ -143,7 +156,7 @@ class Connection(asyncio.Protocol):
         """The peer has read."""
         self._is_choked = False
         if not self._is_waiting:
-            self._handle_frames()
+            self.data_received(b"")
 
     def _require_hello(self) -> None:
         if self._session is None:
@@ -191,7 +204,8 @@ class Connection(asyncio.Protocol):
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _handle(self, payload: bytes) -> None:
+    def _handle(self, payload: bytes) -> type[Message]:
+        """Decode and handle one message, and say which it was."""
         try:
             message = _decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -201,16 +215,15 @@ class Connection(asyncio.Protocol):
             if type(message) is not Hello:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
             self._on_hello(message)
-            return
+            return Hello
         kind = type(message)
         handler = _HANDLERS.get(kind)
         if handler is None:
             raise ProtocolError("a second Hello")
         if session.predecessors:
             self._registry.confirm(session)
-        begun = perf_counter()
         handler(self, session, message)
-        self._durations[kind].add(perf_counter() - begun)
+        return kind
 
     def _on_hello(self, hello: Hello) -> None:
         session, lock = self._registry.greet(self._pod, hello, self)
@@ -328,6 +341,7 @@ class Connection(asyncio.Protocol):
 
     def _on_generation(self, session: Session, message: Generation) -> None:
         start_generation(_engine_of_scheduler(session), self._registry.region, private=message.private)
+        self._registry.forget_namespaces()
 
     def _on_reassert(self, session: Session, message: Reassert) -> None:
         registry = self._registry

@@ -15,16 +15,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffload.layout.rows import RankPart, Row, plan_row
+from kvoffload.protocol.messages import LEFT_ALONE_PREFIX
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Namespace, Slab, WriteOwner
 from kvoffload_node.index.tenant import Holder
 from kvoffload_node.region.extents import Tenant
+from kvoffload_node.session.turns import Turns
 
 if TYPE_CHECKING:
     from kvoffload_node.session.connection import Connection
 
 SCHEDULER = -1
 """Rank of the scheduler's session."""
+LEFT_ALONE = "left-alone"
+"""What stands for the layout of an engine without offload."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,7 @@ class Pod:
     predicted_layout: str
     tenant: Tenant
     account: Account
+    turns: Turns
     engines: dict[str, "Engine"] = field(default_factory=dict)
     """The newest incarnation of each engine id."""
     num_connections: int = 0
@@ -100,6 +105,11 @@ class Engine(WriteOwner):
         return self.pod.tenant
 
     @property
+    def is_left_alone(self) -> bool:
+        """Whether it runs without offload, and only tells why."""
+        return self.engine_id.startswith(LEFT_ALONE_PREFIX)
+
+    @property
     def is_attached(self) -> bool:
         """Whether any of its processes is connected."""
         return any(session.connection is not None for session in self.sessions.values())
@@ -118,7 +128,10 @@ class Engine(WriteOwner):
 
     @property
     def layout(self) -> str:
-        """`replicated`, `per-rank`, `shared` (some ranks share a part), or empty until all ranks have said."""
+        """`replicated`, `per-rank`, `shared` (some ranks share a part), `left-alone`, or empty until all ranks have
+        said."""
+        if self.is_left_alone:
+            return LEFT_ALONE
         if self.row is None:
             return ""
         if self.row.is_replicated:
@@ -127,10 +140,10 @@ class Engine(WriteOwner):
 
     @property
     def reason(self) -> str:
-        """The first rank's reason why it is not replicated."""
-        return next((worker.reason for worker in self.workers if worker.reason), "")
+        """The first rank's reason why it is not replicated, or why the engine is left alone."""
+        return next((session.reason for _, session in sorted(self.sessions.items()) if session.reason), "")
 
     @property
     def message(self) -> str:
         """That reason in words."""
-        return next((worker.message for worker in self.workers if worker.message), "")
+        return next((session.message for _, session in sorted(self.sessions.items()) if session.message), "")

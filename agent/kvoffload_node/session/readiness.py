@@ -15,6 +15,9 @@ from kvoffload_node.session.engines import SCHEDULER, Engine, Session
 
 log = logging.getLogger(__name__)
 
+MAX_RETIRED = 1024
+"""Generations that an engine remembers as its own before those of which nothing is stored any more are forgotten."""
+
 
 def make_ready(engine: Engine, region: Region) -> None:
     """Plan the row if every rank has mapped, and tell all of the engine's processes."""
@@ -108,6 +111,8 @@ def bind(engine: Engine, region: Region, none_hash: bytes, *, key_bytes: int, pr
 def start_generation(engine: Engine, region: Region, *, private: bool) -> None:
     """The engine's cache was reset: it no longer hits what it stored before; others do."""
     engine.retired.add(engine.storer)
+    if len(engine.retired) > MAX_RETIRED:
+        engine.retired &= engine.tenant.index.storers()
     engine.storer = region.next_number()
     engine.private = engine.private or private
     if engine.none_hash is not None and engine.ready:

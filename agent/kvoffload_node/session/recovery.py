@@ -9,27 +9,31 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvoffload.errors import ProtocolError
+from kvoffload.protocol.messages import LEFT_ALONE_PREFIX
 from kvoffload_node.index.restore import has_bytes, restore, restored_writes, revive
 from kvoffload_node.index.slots import WriteOwner
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
 from kvoffload_node.session.locks import AttachmentEntry, Attachments
+from kvoffload_node.session.turns import Floor, Turns
 
 
 class Recovery:
     """What is left to settle of an earlier daemon's time."""
 
-    def __init__(self, region: Region, *, quarantine_seconds: float) -> None:
+    def __init__(self, region: Region, floor: Floor, *, quarantine_seconds: float) -> None:
         self._region = region
+        self._floor = floor
         self._nobody = WriteOwner(number=0, storer=0, world_size=1)
         """Owns what dead engines were writing and what was dropped under a reader."""
         self._nobody_until = time.monotonic() + quarantine_seconds
 
     def read_attachments(self, attachments: Attachments) -> Iterator[AttachmentEntry]:
-        """Those of processes that may still live; the others are forgotten."""
+        """Those of processes that may still touch the region; the others are forgotten."""
         for entry in list(attachments.read_all()):
-            if attachments.is_held(entry.number) and entry.tenant in self._region.extents.tenants:
+            may_touch = not entry.engine_id.startswith(LEFT_ALONE_PREFIX) and attachments.is_held(entry.number)
+            if may_touch and entry.tenant in self._region.extents.tenants:
                 yield entry
             else:
                 attachments.remove(entry.number)
@@ -43,7 +47,8 @@ class Recovery:
         if pod is None:
             tenant = self._region.extents.tenants[entry.tenant]
             account = self._region.account(entry.pod_namespace)
-            pod = Pod(entry.pod_uid, entry.pod_namespace, entry.pod_name, entry.predicted_layout, tenant, account)
+            uid, namespace, name = entry.pod_uid, entry.pod_namespace, entry.pod_name
+            pod = Pod(uid, namespace, name, entry.predicted_layout, tenant, account, Turns(self._floor))
             pods[entry.pod_uid] = pod
         engine = engines.get(entry.engine)
         if engine is None:

@@ -17,7 +17,7 @@ from kvoffload.api.pool import Mode, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import ProtocolError, RefusalReason, SessionRefused
 from kvoffload.layout.rows import RankPart
-from kvoffload.protocol.messages import PROTOCOL_VERSION, Drain, FromEngine, Hello
+from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Drain, FromEngine, Hello
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
@@ -27,12 +27,15 @@ from kvoffload_node.session.recovery import Recovery
 from kvoffload_node.session.revocation import Revocations
 from kvoffload_node.session.timing import Durations
 from kvoffload_node.session.traffic import Traffic
+from kvoffload_node.session.turns import Floor, Turns
 
 if TYPE_CHECKING:
     from kvoffload_node.session.connection import Connection
 
 log = logging.getLogger(__name__)
 
+MAX_POD_SHARE = 2
+"""One pod has at most this part of maxEnginesPerNode (rounded up), so that the others find room."""
 SWEEP_SECONDS = 0.25
 """How often the locks of sessions without a connection are tested."""
 
@@ -49,9 +52,10 @@ class Registry:
         self.refusals: Counter[str] = Counter()
         self.closed: Counter[str] = Counter()
         self.durations: dict[type, Durations] = {kind: Durations() for kind in get_args(FromEngine)}
+        self.floor = Floor()
         self.traffic = Traffic(region)
         self.revocations = Revocations(region.extent_bytes)
-        self.recovery = Recovery(region, quarantine_seconds=quarantine_seconds)
+        self.recovery = Recovery(region, self.floor, quarantine_seconds=quarantine_seconds)
         self.draining = ""
         """Why no engine is taken any more, empty while the daemon serves."""
         self._attachments = attachments
@@ -75,7 +79,8 @@ class Registry:
         pod = self.pods.get(uid)
         if pod is None:
             tenant = self.region.tenant_for(namespace, uid)
-            pod = Pod(uid, namespace, name, predicted_layout, tenant, self.region.account(namespace))
+            account = self.region.account(namespace)
+            pod = Pod(uid, namespace, name, predicted_layout, tenant, account, Turns(self.floor))
             self.pods[uid] = pod
         pod.detached = pod.tenant.is_abandoned = False
         return pod
@@ -139,6 +144,7 @@ class Registry:
         session = Session(self.region.next_number(), engine, hello.rank, hello.process, connection)
         if hello.rank != SCHEDULER:
             session.part = RankPart(hello.part, hello.part_bytes)
+        if hello.rank != SCHEDULER or engine.is_left_alone:
             session.reason, session.message = hello.reason, hello.message
         lock = self._attachments.create(
             AttachmentEntry(
@@ -166,6 +172,25 @@ class Registry:
             self.region.extents.wake()
         return session, lock
 
+    def _check_room(self, pod: Pod, *, is_left_alone: bool) -> None:
+        """Raise SessionRefused where the node, or the pod, has as many engines as it may have."""
+        limit = self.region.spec.max_engines
+        attached = [e for e in self.engines.values() if e.is_attached and e.is_left_alone == is_left_alone]
+        if len(attached) >= limit and not is_left_alone:
+            raise SessionRefused(
+                RefusalReason.TOO_MANY_ENGINES,
+                f"{len(attached)} engines are attached, maxEnginesPerNode is {limit}; raise it or run fewer engines on "
+                "this node",
+            )
+        of_pod, share = sum(engine.pod is pod for engine in attached), -(-limit // MAX_POD_SHARE)
+        if of_pod >= share:
+            raise SessionRefused(
+                RefusalReason.TOO_MANY_ENGINES_IN_POD,
+                f"{of_pod} engines of this pod are attached, one pod may have {share} of the {limit} that "
+                f"maxEnginesPerNode allows; raise it to at least {MAX_POD_SHARE * of_pod + 1}, or run the engines in "
+                "more pods",
+            )
+
     def _check_hello(self, hello: Hello) -> None:
         if not hello.protocol_min <= PROTOCOL_VERSION <= hello.protocol_max:
             raise SessionRefused(
@@ -175,7 +200,11 @@ class Registry:
             )
         if self.draining:
             raise SessionRefused(RefusalReason.DRAINING, self.draining)
-        self.region.check_serving()
+        if hello.engine_id.startswith(LEFT_ALONE_PREFIX):
+            if hello.rank != SCHEDULER:
+                raise ProtocolError(f"rank {hello.rank} of {hello.engine_id}, which is to be left alone")
+        else:
+            self.region.check_serving()
         if (hello.role == "scheduler") != (hello.rank == SCHEDULER) or hello.rank >= hello.world_size:
             raise ProtocolError(f"role {hello.role} with rank {hello.rank} of {hello.world_size}")
         if hello.rank != SCHEDULER and not hello.part_bytes > 0:
@@ -197,13 +226,7 @@ class Registry:
                     f"{engine.identity.hex()[:12]}; this process says {hello.world_size} ranks and identity "
                     f"{hello.identity.hex()[:12]}",
                 )
-        attached = sum(engine.is_attached for engine in self.engines.values())
-        if attached >= self.region.spec.max_engines:
-            raise SessionRefused(
-                RefusalReason.TOO_MANY_ENGINES,
-                f"{attached} engines are attached, maxEnginesPerNode is {self.region.spec.max_engines}; raise it or "
-                "run fewer engines on this node",
-            )
+        self._check_room(pod, is_left_alone=hello.engine_id.startswith(LEFT_ALONE_PREFIX))
         number = self.region.next_number()
         engine = Engine(
             number=number,
@@ -270,8 +293,7 @@ class Registry:
         for number, engine in list(self.engines.items()):
             if not engine.sessions and not engine.dying:
                 del self.engines[number]
-                bound = {n for e in self.engines.values() for n in e.namespaces.values()}
-                self.region.forget_namespaces(bound)
+                self.forget_namespaces()
         for uid, pod in list(self.pods.items()):
             if pod.detached and not any(engine.pod is pod for engine in self.engines.values()):
                 del self.pods[uid]
@@ -282,6 +304,10 @@ class Registry:
             self.region.extents.abandon(tenant)
             if not tenant.positions:
                 self.region.remove_tenant(tenant)
+
+    def forget_namespaces(self) -> None:
+        """Drop namespaces that nobody is bound to and that hold nothing: an engine's end or generation leaves some."""
+        self.region.forget_namespaces({n for e in self.engines.values() for n in e.namespaces.values()})
 
     def _end_dead_sessions(self, engine: Engine) -> None:
         for session in list(engine.sessions.values()):

@@ -24,6 +24,8 @@ _decode = msgspec.msgpack.Decoder(FromAttacher).decode
 _encode = msgspec.msgpack.Encoder().encode
 _ATTACHER_FRAME_BYTES = 1 << 16
 LISTEN_BACKLOG = 1024
+ACCEPTS_PER_ROUND = 16
+"""Connections of one pod that are accepted before the others have their turn."""
 
 
 class Server:
@@ -109,8 +111,11 @@ class Server:
         pod = self._registry.add_pod(message.pod_uid, message.namespace, message.name, message.predicted_layout)
         listening.setblocking(False)
         server = await asyncio.get_running_loop().create_unix_server(
-            lambda: Connection(self._registry, pod), sock=listening, backlog=LISTEN_BACKLOG
+            lambda: Connection(self._registry, pod), sock=listening, backlog=ACCEPTS_PER_ROUND
         )
+        listening.listen(
+            LISTEN_BACKLOG
+        )  # asyncio's backlog is both, how many may wait and how many are accepted at once
         self._detach(message.pod_uid)
         self._pods[message.pod_uid] = server
         log.info("pod %s/%s attached (tenant %s)", pod.namespace, pod.name, pod.tenant.name)

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from kvoffload_node.index.journal import TenantJournal
+from kvoffload_node.index.order import write_order
 from kvoffload_node.index.quotas import Account
+from kvoffload_node.index.restore import restore
 from kvoffload_node.index.slots import Namespace, WriteOwner
-from kvoffload_node.index.tenant import Clock, Supply, TenantIndex
+from kvoffload_node.index.table import Clock
+from kvoffload_node.index.tenant import Supply, TenantIndex
 
 EXTENT_BYTES = 1 << 20
 NUM_EXTENTS = 16
@@ -21,7 +24,7 @@ class Filled:
     def __init__(self, folder: Path) -> None:
         journal = TenantJournal(folder / "journal", num_extents=NUM_EXTENTS, extent_bytes=EXTENT_BYTES)
         self.index = TenantIndex(1, extent_bytes=EXTENT_BYTES, clock=Clock(), journal=journal)
-        self.account = Account(1, "a")
+        self.account = Account(0, "a")
         self.owner = WriteOwner(number=1, storer=1, world_size=1)
         self.namespace = Namespace(1, b"", 8)
         self.stored = 0
@@ -55,6 +58,15 @@ class Filled:
         self.index.assign(self.owner, self.namespace, zip(offsets, keys, strict=True))
         self.index.seal(self.owner, 0, offsets)
         return offsets
+
+    def restart(self) -> None:
+        """Another daemon reads the journal."""
+        path = self.index.journal.path
+        self.index.journal.close()
+        journal = TenantJournal(path, num_extents=NUM_EXTENTS, extent_bytes=EXTENT_BYTES)
+        self.index = TenantIndex(1, extent_bytes=EXTENT_BYTES, clock=Clock(), journal=journal)
+        self.namespace = self.index.namespaces[1] = Namespace(1, b"", 8)
+        restore(self.index, {}, [self.account], WriteOwner(number=0, storer=0, world_size=1))
 
     def offsets(self, position: int) -> list[int]:
         return list(self.index.extents[position].offsets(EXTENT_BYTES))
@@ -99,6 +111,21 @@ def test_leased_extents_are_looked_at_once_and_not_for_every_slot(filled: Filled
     assert filled.looked_at <= 2 * NUM_EXTENTS
 
 
+def test_after_an_orderly_stop_what_was_used_last_is_evicted_last(filled: Filled) -> None:
+    first, second = NUM_EXTENTS - 1, NUM_EXTENTS - 2  # in the order of their stores
+    holder: dict[int, int] = {}
+    filled.index.lease(holder, filled.offsets(first))
+    filled.index.release(holder)
+    filled.index.lease(holder, filled.offsets(second)[:1])
+    write_order(filled.index.journal.path, filled.index.ready, filled.index.clock.tick)
+    filled.restart()
+    assert filled.store(SMALL, 3) == filled.offsets(second)[1:4]
+    evicted = filled.store(LARGE, EXTENT_BYTES // LARGE * (NUM_EXTENTS - 2))
+    assert not {first, second} & {offset // EXTENT_BYTES for offset in evicted}
+    filled.restart()
+    assert filled.index.clock.tick == 0, "the order of an earlier stop was used again"
+
+
 def test_a_guarantee_holds_up_others_and_not_the_pool_itself(filled: Filled) -> None:
     filled.account.guaranteed_bytes = filled.account.used_bytes
     other = Account(2, "b")
@@ -109,3 +136,22 @@ def test_a_guarantee_holds_up_others_and_not_the_pool_itself(filled: Filled) -> 
 def test_a_namespace_evicts_its_own_guaranteed_slots(filled: Filled) -> None:
     filled.account.guaranteed_bytes = filled.account.used_bytes
     assert len(filled.store(SMALL, 10)) == 10
+
+
+def test_a_failure_that_overtakes_its_key_leaves_the_slot_to_the_key(filled: Filled) -> None:
+    owner = WriteOwner(number=7, storer=7, world_size=1)
+    find = {"find_extent": lambda _: Supply.NONE}
+    (offset,), _ = filled.index.reserve(filled.index.slab(SMALL), 1, owner=owner, account=filled.account, **find)
+    filled.index.fail(owner, 0, [offset])
+    assert filled.index.assign(owner, filled.namespace, [(offset, b"late key")]) == []
+    assert offset not in filled.index.writes
+    assert b"late key" not in filled.namespace.ready
+
+
+def test_generations_of_which_nothing_is_left_are_not_remembered(filled: Filled) -> None:
+    reserved, _ = filled.index.reserve(
+        filled.index.slab(SMALL), 1, owner=WriteOwner(number=7, storer=8, world_size=1), account=filled.account,
+        find_extent=lambda _: Supply.NONE,
+    )  # fmt: skip
+    assert len(reserved) == 1
+    assert filled.index.storers() == {1, 8}

@@ -9,6 +9,7 @@ from kvoffload.api.pool import LabelSelector
 from kvoffload_node.attach.pods import selects
 from kvoffload_node.findings import Finding
 from kvoffload_node.region.figures import Figures
+from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
 from kvoffload_node.status import build_status
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -53,6 +54,26 @@ def test_conditions_of_others_are_not_written() -> None:
         previous=[other], generation=1, figures=None, findings=[finding], engines=[], epoch=1, now=NOW
     )
     assert [condition.type for condition in status.conditions] == ["Ready"]
+
+
+def build_engine(engine_id: str, *, rank: int, note: str = "") -> Engine:
+    """One whose only session is that of this rank."""
+    pod = Pod("uid", "ns", "pod", "auto", tenant=None, account=None, turns=None)  # type: ignore[arg-type]
+    engine = Engine(number=1, storer=1, world_size=1, pod=pod, engine_id=engine_id, identity=b"", note=note)
+    engine.sessions[rank] = Session(1, engine, rank, b"", connection=object())  # type: ignore[arg-type]
+    return engine
+
+
+def test_an_engine_that_is_left_alone_is_listed_last_with_its_reason_and_not_counted() -> None:
+    alone = build_engine("without-1", rank=SCHEDULER, note="MultiNode: two nodes")
+    alone.sessions[SCHEDULER].reason, alone.sessions[SCHEDULER].message = "MultiNode", "two nodes"
+    engines = [alone, build_engine("real", rank=0)]
+    status = build_status(previous=[], generation=1, figures=FIGURES, findings=[], engines=engines, epoch=1, now=NOW)
+    assert status.engines_attached == 1
+    assert [engine.engine_id for engine in status.engines] == ["real", "without-1"]
+    told = status.engines[1]
+    assert (told.confirmed_layout, told.reason, told.message) == ("left-alone", "MultiNode", "MultiNode: two nodes")
+    assert status.engines[0].confirmed_layout == ""
 
 
 @pytest.mark.parametrize(

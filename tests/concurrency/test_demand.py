@@ -1,0 +1,126 @@
+"""Memory follows demand: between models, tenants and namespaces with quotas, and with the capacity."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from byte_engine import key_of
+from daemon_process import wait_until
+from small_pool import CAPACITY_BYTES, NUM_SLOTS, attach, fill, hits, start, value
+
+
+@pytest.mark.hugepages
+def test_a_pool_filled_by_one_model_is_given_to_another_of_the_same_tenant(mount: Path, folder: Path) -> None:
+    with start(folder, mount) as daemon:
+        path = daemon.attach("pod")
+        first, second = attach(path, "a"), attach(path, "b", part_bytes=49152, identity=2)
+        fill(first, NUM_SLOTS, salt=1)
+        keys = fill(second, 120, salt=2)
+        assert hits(second, keys) == 120
+        assert value(daemon, 'kvoffload_evicted_bytes_total{reason="ExtentMoved"}') > 0
+        first.close()
+        second.close()
+
+
+@pytest.mark.hugepages
+def test_a_pool_filled_by_one_tenant_is_given_to_another_after_it_let_go(mount: Path, folder: Path) -> None:
+    with start(folder, mount, sharing="Namespace") as daemon:
+        first = attach(daemon.attach("a", namespace="one"), "a")
+        keys = fill(first, NUM_SLOTS, salt=1)
+        held = [offset for offset in first.lookup(keys[-4:]) if offset >= 0]
+        second = attach(daemon.attach("b", namespace="two"), "b")
+        others = [key_of(number, salt=2) for number in range(100)]
+        deadline = time.monotonic() + 30
+        while hits(second, others) < 100:
+            assert time.monotonic() < deadline, "the first tenant's extents did not come over"
+            missing = [key for key in others if hits(second, [key]) == 0]
+            if missing:
+                second.store(missing[:16])
+            first.acknowledge_revocations()
+        first.check_held()
+        first.unpin(held)
+        assert second.lookup(keys[-4:]) == [-1] * 4
+        first.close()
+        second.close()
+
+
+@pytest.mark.hugepages
+def test_a_pod_that_shares_with_nobody_leaves_nothing_behind(mount: Path, folder: Path) -> None:
+    with start(folder, mount, sharing="Pod") as daemon:
+        first, second = attach(daemon.attach("a"), "x"), attach(daemon.attach("b"), "x")
+        keys = fill(first, 32, salt=1)
+        assert second.lookup(keys[:4]) == [-1] * 4
+        files = set((mount / f"kvoffload-{daemon.pool}").iterdir())
+        first.close()
+        first.regions.clear()
+        second.close()
+        second.regions.clear()
+        daemon.detach("a")
+        daemon.detach("b")
+        wait_until(lambda: not list((mount / f"kvoffload-{daemon.pool}").iterdir()))
+        assert len(files) == 2
+        assert value(daemon, "kvoffload_prefault_ratio") == 0
+
+
+@pytest.mark.hugepages
+def test_a_tenant_that_does_not_let_go_loses_nothing_and_holds_nobody_else_up(mount: Path, folder: Path) -> None:
+    with start(folder, mount, sharing="Namespace") as daemon:
+        stuck = attach(daemon.attach("a", namespace="one"), "a")
+        fill(stuck, NUM_SLOTS, salt=1)
+        needy = attach(daemon.attach("b", namespace="two"), "b")
+        for _ in range(30):
+            assert needy.reserve_and_return(4) == []
+        begun = time.monotonic()
+        assert hits(needy, [key_of(1)]) == 0
+        assert time.monotonic() - begun < 1
+        stuck.close()
+        wait_until(lambda: len(needy.reserve_and_return(4)) == 4)
+        needy.close()
+
+
+@pytest.mark.hugepages
+def test_a_namespace_at_its_limit_replaces_its_own_and_a_guarantee_is_never_taken(mount: Path, folder: Path) -> None:
+    quotas = [
+        {"namespace": "small", "guaranteedBytes": 0, "limitBytes": 32 * 65536},
+        {"namespace": "safe", "guaranteedBytes": 64 * 65536, "limitBytes": CAPACITY_BYTES},
+    ]
+    with start(folder, mount, quotas=quotas) as daemon:
+        safe = attach(daemon.attach("s", namespace="safe"), "s")
+        kept = fill(safe, 64, salt=1)
+        small = attach(daemon.attach("t", namespace="small"), "t")
+        keys = fill(small, 80, salt=2)
+        assert hits(small, keys) == 32
+        greedy = attach(daemon.attach("g", namespace="greedy"), "g")
+        fill(greedy, 2 * NUM_SLOTS, salt=3)
+        assert hits(safe, kept) == 64
+        for engine in (safe, small, greedy):
+            engine.close()
+
+
+@pytest.mark.hugepages
+def test_a_capacity_that_changed_keeps_the_cache_and_gives_back_what_is_above_it(mount: Path, folder: Path) -> None:
+    with start(folder, mount) as daemon:
+        path = daemon.attach("pod")
+        engine = attach(path, "a")
+        keys = fill(engine, NUM_SLOTS, salt=1)
+        daemon.stop()
+        daemon.spec["capacityBytes"] = CAPACITY_BYTES // 2
+        daemon.start()
+        engine.connect()
+
+        def shrunk() -> bool:
+            engine.acknowledge_revocations()
+            return value(daemon, "kvoffload_prefault_ratio") <= 1
+
+        wait_until(shrunk)
+        kept = hits(engine, keys)
+        assert 0 < kept <= NUM_SLOTS // 2
+        daemon.stop()
+        daemon.spec["capacityBytes"] = CAPACITY_BYTES
+        daemon.start()
+        engine.connect()
+        assert hits(engine, keys) == kept
+        fill(engine, NUM_SLOTS - kept, salt=2)
+        assert value(daemon, "kvoffload_prefault_ratio") == 1
+        engine.close()

@@ -1,0 +1,150 @@
+"""The daemon and its KVOffloadRegion: one that was deleted, or deleted and made again, while no daemon was there; an
+API server that is away; the last word of a daemon that stops.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from byte_engine import ByteEngine, key_of
+from daemon_process import DaemonProcess, wait_until
+from kvoffload.protocol.messages import Drain
+
+CAPACITY_BYTES = 16 << 20
+KEYS = [key_of(number) for number in range(8)]
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[DaemonProcess]:
+    """Serves the region of uid `first`."""
+    environment = {"KVOFFLOAD_DRAIN_SECONDS": "0.5"}
+    daemon = DaemonProcess(folder, capacity_bytes=CAPACITY_BYTES, environment=environment, from_api=True)
+    assert daemon.api is not None
+    daemon.api.make_region("first")
+    daemon.api.start()
+    with daemon:
+        yield daemon
+        daemon.kill()
+    daemon.api.stop()
+
+
+def store(daemon: DaemonProcess) -> ByteEngine:
+    """An engine that has stored KEYS and leases them."""
+    engine = ByteEngine(daemon.attach("pod"), "engine")
+    engine.connect()
+    engine.wait_for_room(len(KEYS))
+    engine.store(KEYS)
+    wait_until(lambda: -1 not in engine.lookup(KEYS))
+    return engine
+
+
+def files(daemon: DaemonProcess) -> list[Path]:
+    return [*daemon.mount.glob(f"kvoffload-{daemon.pool}/*"), *daemon.state.glob("tenant-*")]
+
+
+def wait_for_end(daemon: DaemonProcess) -> None:
+    assert daemon.process is not None
+    assert daemon.process.wait(30) == 0
+    daemon.process = None
+
+
+def test_a_region_that_is_deleted_while_no_daemon_runs_leaves_nothing_and_a_reader_keeps_its_bytes(
+    daemon: DaemonProcess,
+) -> None:
+    assert daemon.api is not None
+    engine = store(daemon)
+    daemon.kill()
+    daemon.api.region = None
+    daemon.start()
+    wait_for_end(daemon)
+    assert files(daemon) == []
+    assert not (daemon.state / "region.json").exists()
+    engine.check_held()
+    engine.close()
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_pool_made_again_under_its_name_has_what_was_retained_and_nothing_else(
+    daemon: DaemonProcess, retained: bool
+) -> None:
+    assert daemon.api is not None
+    if retained:
+        daemon.api.make_region("first", reclaimPolicy="Retain")
+        daemon.kill()
+        daemon.start()
+    engine = store(daemon)
+    epoch = engine.epoch
+    daemon.kill()
+    daemon.api.make_region("second", capacityBytes=2 * CAPACITY_BYTES)
+    daemon.start()
+    wait_for_end(daemon)
+    assert bool(files(daemon)) == retained
+    engine.check_held()
+    daemon.start()
+    other = ByteEngine(daemon.folder / "pods/pod.sock", "other")
+    other.connect()
+    assert [offset >= 0 for offset in other.lookup(KEYS)] == [retained] * len(KEYS)
+    assert other.epoch > epoch, "an epoch that was used before would make slots of the old file look like new ones"
+    other.wait_for_room(len(KEYS))
+    assert other.scheduler is not None
+    assert other.scheduler.welcome.region_bytes == 2 * CAPACITY_BYTES, "the capacity is the old pool's"
+    other.close()
+    engine.close()
+
+
+def test_a_stopped_daemon_whose_region_was_made_again_keeps_no_files_for_it(daemon: DaemonProcess) -> None:
+    assert daemon.api is not None
+    engine = store(daemon)
+    daemon.api.stop()  # the daemon does not hear of it before it is told to stop
+    daemon.api.make_region("second")
+    engine.close()
+    assert daemon.process is not None
+    daemon.api.start()
+    daemon.process.terminate()
+    wait_for_end(daemon)
+    assert files(daemon) == []
+
+
+def test_files_of_a_pool_that_only_observes_now_go_with_its_region(daemon: DaemonProcess) -> None:
+    api = daemon.api
+    assert api is not None
+    store(daemon).close()
+    api.make_region("first", mode="Observe")
+    wait_until(lambda: api.condition("Ready").get("reason") == "Observing")
+    daemon.stop()
+    assert files(daemon) != []
+    api.statuses.clear()
+    daemon.pods_are_gone()
+    daemon.start()
+    wait_until(lambda: api.condition("Ready").get("reason") == "Observing")
+    api.region = None
+    wait_for_end(daemon)
+    assert files(daemon) == []
+
+
+def test_a_daemon_that_cannot_ask_serves_what_it_served_last(daemon: DaemonProcess) -> None:
+    assert daemon.api is not None
+    store(daemon).close()
+    daemon.kill()
+    daemon.api.stop()
+    daemon.api.region = None
+    daemon.start()
+    engine = ByteEngine(daemon.folder / "pods/pod.sock", "again")
+    engine.connect()
+    assert -1 not in engine.lookup(KEYS)
+    daemon.api.start()  # now it can be asked, and says that the region is deleted
+    assert engine.scheduler is not None
+    engine.scheduler.wait_for(Drain, 30)
+    wait_for_end(daemon)
+    engine.check_held()
+    engine.close()
+
+
+def test_a_daemon_that_is_told_to_stop_says_so_before_it_ends(daemon: DaemonProcess) -> None:
+    assert daemon.api is not None
+    wait_until(lambda: daemon.api is not None and daemon.api.condition("Ready").get("status") == "True")
+    daemon.stop()
+    ready = daemon.api.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "Draining")
+    assert "told to stop" in ready["message"]
