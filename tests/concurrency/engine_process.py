@@ -21,7 +21,7 @@ def pin_all(engine: ByteEngine) -> None:
     number = 0
     while True:
         offsets = engine.reserve_and_return(16)
-        if len(offsets) < 16 and engine.reason == "AllLeased":
+        if not offsets and engine.reason == "AllLeased":  # fewer than 16 may come before the last of them is leased
             break
         keys = [key_of(number + i, salt=9) for i in range(16)]
         stored = engine.store(keys[: max(1, len(offsets))])

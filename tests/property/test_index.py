@@ -347,9 +347,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestIndex.settings = settings(max_examples=100, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.long
@@ -358,7 +356,5 @@ def test_index_against_the_reference_for_longer() -> None:
 
     run_state_machine_as_test(
         IndexMachine,
-        settings=settings(
-            max_examples=3000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=3000, stateful_step_count=100, suppress_health_check=list(HealthCheck)),
     )
