@@ -57,6 +57,10 @@ def test_a_stopping_daemon_waits_for_stores_under_way(folder: Path) -> None:
         assert engine.scheduler is not None
         engine.scheduler.wait_for(Drain, 10)
         assert engine.reserve(4) == []
+        for mode in ("Paused", "Active"):
+            daemon.write_spec(mode=mode)
+            wait_until(lambda: f'"mode":"{mode}"' in (daemon.state / "region.json").read_text())  # noqa: B023
+        assert engine.reserve(4) == [], "a pool that is made active again does not end the drain"
         for rank in range(2):
             engine.write(rank, offsets)
             engine.end_write(rank, offsets)

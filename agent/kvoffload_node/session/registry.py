@@ -97,7 +97,7 @@ class Registry:
         """The pool was changed: what can change while engines are attached does."""
         before = self.region.spec.mode
         self.region.take_spec(spec)
-        if spec.mode is before:
+        if spec.mode is before or self.draining:
             return
         if spec.mode is Mode.ACTIVE:
             self.traffic.paused = ""

@@ -96,7 +96,10 @@ class Server:
             return None
         if not descriptors:
             raise ProtocolError("AttachPod without a descriptor")
-        listening = socket.socket(fileno=descriptors.pop(0))
+        listening = socket.socket(
+            fileno=descriptors[0]
+        )  # an OSError leaves the descriptor to be closed with the others
+        del descriptors[0]
         try:
             await self._attach(message, listening)
         except (KVOffloadError, OSError) as error:
@@ -113,9 +116,8 @@ class Server:
         server = await asyncio.get_running_loop().create_unix_server(
             lambda: Connection(self._registry, pod), sock=listening, backlog=ACCEPTS_PER_ROUND
         )
-        listening.listen(
-            LISTEN_BACKLOG
-        )  # asyncio's backlog is both, how many may wait and how many are accepted at once
+        # asyncio's backlog is both, how many may wait and how many are accepted at once
+        listening.listen(LISTEN_BACKLOG)
         self._detach(message.pod_uid)
         self._pods[message.pod_uid] = server
         log.info("pod %s/%s attached (tenant %s)", pod.namespace, pod.name, pod.tenant.name)
