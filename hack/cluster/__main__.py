@@ -5,6 +5,7 @@ Makefile, the demo and the end-to-end tests.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from hack.cluster import lifecycle, processes
@@ -22,7 +23,7 @@ def main() -> None:
     commands.add_parser("down", help="stop everything and give back pages, mounts, cgroups and the network namespace")
     commands.add_parser("status", help="say which programs run")
     commands.add_parser("build", help="only build the programs")
-    commands.add_parser("env", help="print the export lines for KUBECONFIG and PATH")
+    commands.add_parser("env", help="print the export lines for KUBECONFIG and PATH, the plugin's folder too")
     load = commands.add_parser("load", help="import an image archive")
     load.add_argument("archive", type=Path)
     options = parser.parse_args()
@@ -43,7 +44,7 @@ def main() -> None:
             lifecycle.load_image(options.archive, settings)
         case "env":
             say(f"export KUBECONFIG={settings.kubeconfig}")
-            say(f"export PATH={settings.binaries}:$PATH")
+            say(f"export PATH={settings.binaries}:{Path(sys.executable).parent}:$PATH")  # kubectl, helm; our plugin
 
 
 if __name__ == "__main__":

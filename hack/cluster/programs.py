@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hack.cache import cache_root, made_whole
 from hack.cluster.settings import CONTAINERD_VERSION, ETCD_VERSION, HELM_VERSION, KUBERNETES_VERSION
-from hack.console import StepError, step
+from hack.console import StepError, say, step
 from hack.shell import run
 
 GO_DIRECTIVE = "1.26.0"
@@ -107,6 +107,9 @@ PROGRAMS = (
 
 def ensure_programs(log: Path) -> list[Path]:
     """Build what the cache lacks and return the paths of all programs, the pause program last."""
+    missing = [program.name for program in PROGRAMS if not program.is_built]
+    if missing:
+        say(f"To be built once, into {cache_root()}: {', '.join(missing)}; all four take 20 to 35 min on two cores")
     paths = []
     for program in PROGRAMS:
         ensure_program(program, log=log)

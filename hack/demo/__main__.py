@@ -15,7 +15,10 @@ def main() -> None:
     print_summary(summary, shared.kubernetes_view)
     say(f"\nCross-engine hits (chunks that B loaded and A had stored): {shared.figures.cross_engine_hits}")
     say(f"Figures: {OUTPUT / 'summary.json'}; took {time.monotonic() - started:.0f} s.")
-    say('The cluster and the chart still run: eval "$(make -s env)"; kubectl get kvpool; `make demo-down` ends them.')
+    say(
+        'The cluster and the chart still run: eval "$(make -s env)"; kubectl apply -f examples/vllm/pool.yaml; '
+        "kubectl get kvpool,kvregion; `make demo-down` ends them."
+    )
 
 
 if __name__ == "__main__":

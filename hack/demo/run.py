@@ -120,6 +120,7 @@ def run_shared(bench: Bench, prometheus: Prometheus) -> SharedRun:
     with step("Sending the prompts to A, each twice"):
         cold_a = ask(server_a, prompts)
         wait_stored(prometheus)
+        say("    again, from the cache; a late token may differ: the rest of a prompt is computed in another piece")
         warm_a = ask(server_a, prompts)
     with step("Starting vLLM server B by a shell (two ranks)"):
         server_b = start_server(kubernetes, bench.files, name="vllm-b", pool=POOL)

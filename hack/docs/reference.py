@@ -26,8 +26,9 @@ def build_cli_page() -> str:
     parts = [
         HEADER,
         "# kubectl plugin",
-        "Install it from a clone: `pip install '.[cli]'`. kubectl finds `kubectl-kvoffload` on the PATH as "
-        "`kubectl kvoffload`, and `kubectl_complete-kvoffload` completes it in a shell that completes kubectl.",
+        "Install it from a clone: `pipx install '.[cli]'`, or pip in a virtual environment. kubectl finds "
+        "`kubectl-kvoffload` on the PATH as `kubectl kvoffload`, and `kubectl_complete-kvoffload` completes it in a shell "
+        "that completes kubectl.",
         "Exit status: 0 all is well, 1 `doctor` found an error, 2 the command could not do its work.",
     ]
     for command in COMMANDS:
