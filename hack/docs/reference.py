@@ -27,8 +27,8 @@ def build_cli_page() -> str:
         HEADER,
         "# kubectl plugin",
         "Install it from a clone: `pipx install '.[cli]'`, or pip in a virtual environment. kubectl finds "
-        "`kubectl-kvoffload` on the PATH as `kubectl kvoffload`, and `kubectl_complete-kvoffload` completes it in a shell "
-        "that completes kubectl.",
+        "`kubectl-kvoffload` on the PATH as `kubectl kvoffload`, and `kubectl_complete-kvoffload` completes it in a "
+        "shell that completes kubectl.",
         "Exit status: 0 all is well, 1 `doctor` found an error, 2 the command could not do its work.",
     ]
     for command in COMMANDS:
