@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ def wait_until(is_true: Callable[[], bool], what: str, *, seconds: float = 30.0)
             raise TimeoutError(f"{what}: not within {seconds:.0f} s")
         time.sleep(0.1)
     return time.monotonic() - started
+
+
+def event_time(event: dict[str, Any]) -> float:
+    """When the API server received the request of an audit event, in seconds since the epoch."""
+    return datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp()
 
 
 def free_port() -> int:
@@ -125,8 +131,7 @@ class ControlPlane:
         events = []
         for line in (self.folder / "audit.log").read_text().splitlines():
             event = json.loads(line)
-            stamp = event["requestReceivedTimestamp"].rstrip("Z")
-            at = time.mktime(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone + float("0." + stamp[20:])
+            at = event_time(event)
             if at >= since and user in (event["user"]["username"] + " " + event.get("userAgent", "")):
                 events.append(event)
         return events

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.control_plane import ControlPlane, OperatorProcess, free_port, start_operator, wait_until
+from e2e.control_plane import ControlPlane, OperatorProcess, event_time, free_port, start_operator, wait_until
 from e2e.faulty_proxy import FaultyProxy
 from e2e.operator_pools import pool_manifest
 
@@ -65,7 +65,7 @@ def test_the_second_takes_over_in_time_and_the_first_never_writes_again(
         late = [
             f"{event['verb']} {event['requestURI']}"
             for event in events
-            if event["userAgent"] == "kvoffload-operator/first" and stamp(event) >= taken_at
+            if event["userAgent"] == "kvoffload-operator/first" and event_time(event) >= taken_at
         ]
         assert late == []
         assert [event for event in events if event["userAgent"] == "kvoffload-operator/second"], (
@@ -83,8 +83,3 @@ def test_the_second_takes_over_in_time_and_the_first_never_writes_again(
 def holder(plane: ControlPlane) -> str:
     lease = plane.find("lease", "kvoffload-operator", "-n", "kvoffload-system")
     return str(lease["spec"].get("holderIdentity", "")) if lease else ""
-
-
-def stamp(event: dict[str, str]) -> float:
-    text = event["requestReceivedTimestamp"].rstrip("Z")
-    return time.mktime(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone + float("0." + text[20:])

@@ -30,7 +30,6 @@ Offsets = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_KEYS)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=64 * MAX_KEYS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
-StringMap = Annotated[dict[Text, Text], msgspec.Meta(max_length=32)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):

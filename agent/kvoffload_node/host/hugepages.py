@@ -6,6 +6,7 @@ Runs in the node daemon. Absence is data: a node without that page size, or with
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvoffload.api.conditions import RegionReason
 from kvoffload.units import format_bytes
 from kvoffload_node.host.paths import HostPaths
 
@@ -90,8 +91,8 @@ def _cgroup_folders(paths: HostPaths, size: str) -> list[tuple[Path, str, str]]:
     return found
 
 
-def explain_shortage(paths: HostPaths, *, wanted_bytes: int, page_bytes: int) -> tuple[str, str]:
-    """Why `wanted_bytes` cannot be had: a CamelCase reason, and a message with what was asked, limit and free."""
+def explain_shortage(paths: HostPaths, *, wanted_bytes: int, page_bytes: int) -> tuple[RegionReason, str]:
+    """Why `wanted_bytes` cannot be had: the reason, and a message with what was asked, limit and free."""
     counts = read_hugepages(paths, page_bytes)
     limit = read_hugepage_limit(paths, page_bytes)
     free_bytes = counts.available * page_bytes if counts else 0
@@ -103,10 +104,13 @@ def explain_shortage(paths: HostPaths, *, wanted_bytes: int, page_bytes: int) ->
         f"{format_bytes(free_bytes)} free on the node and {limit_text}"
     )
     if free_bytes >= wanted_bytes and limit is not None and limit.limit_bytes - limit.used_bytes < wanted_bytes:
-        return "CgroupLimit", f"{numbers}; raise the daemon's hugepages limit, which the operator sets to the capacity"
+        return (
+            RegionReason.CGROUP_LIMIT,
+            f"{numbers}; raise the daemon's hugepages limit, which the operator sets to the capacity",
+        )
     missing_pages = -(-(wanted_bytes - free_bytes) // page_bytes)
     return (
-        "PagesUnavailable",
+        RegionReason.PAGES_UNAVAILABLE,
         f"{numbers}; reserve {max(1, missing_pages)} more pages on the node (at boot: hugepagesz, hugepages), lower "
         "the pool's capacity, or stop who holds them",
     )

@@ -61,8 +61,6 @@ class Region:
         self.folder = region_folder(mount.path, spec.pool_name)
         self.clock = Clock()
         self.accounts: list[Account] = []
-        self.was_adopted = False
-        """Whether tenants of an earlier daemon were taken over."""
         self.pages_reserved = False
         self._state = state_folder
         self._catalog_path = catalog_path(state_folder)
@@ -283,7 +281,6 @@ class Region:
             self._punch_unknown(tenant)
             names.add(path.name)
             kept.append(entry)
-            self.was_adopted = True
         self.catalog.tenants = kept
         numbers = {entry.number for entry in kept}
         self.catalog.namespaces = [n for n in self.catalog.namespaces if n.tenant in numbers]
