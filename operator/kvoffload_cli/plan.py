@@ -201,6 +201,7 @@ def pool_manifest(plan: SizingPlan, pool: str) -> str:
         "metadata:",
         f"  name: {pool}",
         "spec:",
+        '  nodeSelector: {nvidia.com/gpu.present: "true"}',
         f"  capacity: {format_bytes(plan.capacity_bytes)}",
         f"  pageSize: {plan.page_name}",
     ]
