@@ -1,6 +1,9 @@
 """Manifests at a real API server: what is taken, what is refused and in which words, and who may write what."""
 
 import json
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,17 +216,19 @@ def test_a_daemon_cannot_change_the_operator_s_condition_even_by_force(
 ) -> None:
     forged = {**READY, "type": "NodeReady", "message": "forged"}
     patch = json.dumps({"status": {"conditions": [forged]}})
-    answer = control_plane.kubectl(
-        "patch",
-        "kvregion",
-        "vap.n1",
-        "--subresource=status",
-        "--type=merge",
-        "-p",
-        patch,
-        check=False,
-        token=tokens["n1"],
+    # not by kubectl, which reads the status first: a daemon may not
+    request = urllib.request.Request(
+        f"{control_plane.url}/apis/kvoffload.io/v1alpha1/kvoffloadregions/vap.n1/status",
+        patch.encode(),
+        {"Content-Type": "application/merge-patch+json", "Authorization": f"Bearer {tokens['n1']}"},
+        method="PATCH",
     )
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, context=context, timeout=10)
+    with refused.value:
+        answer = refused.value.read().decode()
     assert "condition NodeReady is the operator's" in answer
 
 
