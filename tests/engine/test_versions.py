@@ -45,9 +45,8 @@ def test_every_version_passes_every_check_without_a_model(version: str, tmp_path
 def test_a_whole_engine_of_an_older_version_loads_what_it_stored(
     version: str, model: str, pool: PoolDaemon, tmp_path: Path
 ) -> None:
-    with EngineProcess(
-        tmp_path, model=model, socket=pool.attach(f"pod-{version}-{model}"), overlay=ensure_overlay(version)
-    ) as engine:
+    uid = f"pod-{version}-{model}".replace(".", "-")  # a pod's, which has no dots
+    with EngineProcess(tmp_path, model=model, socket=pool.attach(uid), overlay=ensure_overlay(version)) as engine:
         prompt = make_prompt(1)
         cold = engine.generate_cold([prompt])
         warm = engine.generate_cold([prompt])
