@@ -1,5 +1,6 @@
 """A pool of 1Gi pages on the real daemon: an extent is one page."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +12,12 @@ from daemon_process import GIGANTIC_PAGE_BYTES, DaemonProcess, hugetlb_mount, wa
 
 @pytest.fixture
 def mount() -> Iterator[Path]:
-    try:
-        mounted = hugetlb_mount(GIGANTIC_PAGE_BYTES, page_bytes=GIGANTIC_PAGE_BYTES)
-        path = mounted.__enter__()
-    except RuntimeError as error:
-        pytest.skip(f"needs 1 GiB of memory in one piece: {error}")
-    yield path
-    mounted.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        try:
+            path = stack.enter_context(hugetlb_mount(GIGANTIC_PAGE_BYTES, page_bytes=GIGANTIC_PAGE_BYTES))
+        except RuntimeError as error:
+            pytest.skip(f"needs 1 GiB of memory in one piece: {error}")
+        yield path
 
 
 @pytest.mark.hugepages

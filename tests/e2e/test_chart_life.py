@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from daemon_process import TestEngine
+from e2e.light_pod import is_injected, light_pod
 from hack.cache import REPOSITORY
 from hack.cluster import machine
 from hack.console import StepError, step, wait_until
@@ -42,24 +43,6 @@ apiVersion: kvoffload.io/v1alpha1
 kind: KVOffloadPool
 metadata: {{name: {POOL}}}
 spec: {{capacity: 64Mi, pageSize: 2Mi}}
-"""
-POD = """\
-apiVersion: v1
-kind: Pod
-metadata:
-  name: {name}
-  namespace: {namespace}
-  labels: {{app: {name}, kvoffload.io/pool: {pool}}}
-  annotations: {{kvoffload.io/container: main}}
-spec:
-  automountServiceAccountToken: false
-  terminationGracePeriodSeconds: 0
-  containers:
-  - name: main
-    image: {image}
-    imagePullPolicy: Never
-    command: [python3, -m, http.server, "8000"]
-    readinessProbe: {{httpGet: {{path: /, port: 8000}}, periodSeconds: 1}}
 """
 ONE_EACH = ("operator.replicas=1", "webhook.replicas=1")
 CLUSTER_KINDS = (
@@ -100,13 +83,10 @@ def previous_chart(folder: Path) -> Path:
 
 def make_pod(bench: Bench, name: str) -> dict[str, Any]:
     """A light opted-in pod that serves; returned as the API server holds it."""
-    bench.kubernetes.apply(POD.format(name=name, namespace=USERS, pool=POOL, image=bench.images.python))
+    bench.kubernetes.apply(
+        light_pod(name, pool=POOL, image=bench.images.python, annotations={"kvoffload.io/container": "main"})
+    )
     return bench.kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={name}", timeout_seconds=60)
-
-
-def is_injected(pod: dict[str, Any]) -> bool:
-    variables = pod["spec"]["containers"][0].get("env", [])
-    return "KVOFFLOAD_SOCKET" in {variable["name"] for variable in variables}
 
 
 def assert_serves(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:

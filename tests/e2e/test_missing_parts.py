@@ -4,6 +4,7 @@ import urllib.request
 
 import pytest
 
+from e2e.light_pod import is_injected, light_pod
 from hack.console import wait_until
 from hack.demo import servers
 from hack.demo.installation import NAMESPACE, delete_pool, describe_pool
@@ -13,23 +14,6 @@ from hack.demo.servers import demo_prompts, start_server, stop_server
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 MIB = 1 << 20
-POD = """\
-apiVersion: v1
-kind: Pod
-metadata:
-  name: {name}
-  namespace: demo
-  labels: {{app: {name}, kvoffload.io/pool: {pool}}}
-spec:
-  automountServiceAccountToken: false
-  terminationGracePeriodSeconds: 0
-  containers:
-  - name: main
-    image: {image}
-    imagePullPolicy: Never
-    command: [python3, -m, http.server, "8000"]
-    readinessProbe: {{httpGet: {{path: /, port: 8000}}, periodSeconds: 1}}
-"""
 POOL = """\
 apiVersion: kvoffload.io/v1alpha1
 kind: KVOffloadPool
@@ -45,7 +29,7 @@ def opted_in_pod(release):
 
     def make(name: str, *, pool: str) -> dict:
         made.append(name)
-        release.kubernetes.apply(POD.format(name=name, pool=pool, image=release.images.python))
+        release.kubernetes.apply(light_pod(name, pool=pool, image=release.images.python))
         pod = release.kubernetes.wait_ready_pod(namespace="demo", selector=f"app={name}", timeout_seconds=60)
         with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8000/", timeout=5) as response:
             assert response.status == 200
@@ -63,11 +47,6 @@ def pool_without_pages(release):
     kubernetes.apply(POOL.format(name=name, capacity="64Gi"))
     yield name
     delete_pool(kubernetes, name=name)
-
-
-def is_injected(pod: dict) -> bool:
-    variables = pod["spec"]["containers"][0].get("env", [])
-    return "KVOFFLOAD_SOCKET" in {variable["name"] for variable in variables}
 
 
 def test_without_the_webhook_the_pod_is_created_as_it_was(release, opted_in_pod):

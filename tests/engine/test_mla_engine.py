@@ -149,7 +149,8 @@ def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(
     finally:
         pool.process.send_signal(signal.SIGCONT)
     assert all(one.cached == [0] for one in stopped)
-    # The first waits two deadlines of 0.25 s, the others for nothing; the machine may stall one of them on its own.
+    # The first waits two deadlines of 0.25 s, the others for nothing.
+    assert max(one.seconds for one in stopped) < usual + 2.0
     assert statistics.median(one.seconds for one in stopped) < usual + 1.0
     assert eventually(lambda: mla_engine.generate_cold([prompt]).cached[0] >= 256)
     assert mla_engine.generate_cold([prompt]).tokens == warm.tokens

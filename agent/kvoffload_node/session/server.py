@@ -96,9 +96,8 @@ class Server:
             return None
         if not descriptors:
             raise ProtocolError("AttachPod without a descriptor")
-        listening = socket.socket(
-            fileno=descriptors[0]
-        )  # an OSError leaves the descriptor to be closed with the others
+        # an OSError leaves the descriptor to be closed with the others
+        listening = socket.socket(fileno=descriptors[0])
         del descriptors[0]
         try:
             await self._attach(message, listening)

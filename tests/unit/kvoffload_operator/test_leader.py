@@ -64,6 +64,19 @@ async def attempt(election: Election) -> bool:
     return await election._try()  # one round of acquire() and hold(), without their pauses
 
 
+async def assert_followed(first: Election, second: Election, clock: Clock) -> None:
+    """The first does nothing from now on, as a stopped process: the second leads within 15 s, and never beside it."""
+    both, taken_after = [], None
+    for tick in range(200):
+        if taken_after is None and await attempt(second):
+            taken_after = tick / 10
+        both.append(first.is_leader and second.is_leader)
+        clock.now += 0.1
+    assert not any(both)
+    assert taken_after is not None
+    assert taken_after <= 15.0
+
+
 async def test_the_first_candidate_leads_and_the_second_waits() -> None:
     store, clock = LeaseStore(), Clock()
     first, second = candidate(store, "a", clock), candidate(store, "b", clock)
@@ -106,16 +119,7 @@ async def test_a_lease_that_is_deleted_under_its_leader_is_no_other_s_before_the
         clock.now += 1.5
         assert await attempt(first)
     store.lease = None
-    both = []
-    taken_after = None
-    for tick in range(200):  # the first does nothing from now on, as a stopped process
-        if taken_after is None and await attempt(second):
-            taken_after = tick / 10
-        both.append(first.is_leader and second.is_leader)
-        clock.now += 0.1
-    assert not any(both)
-    assert taken_after is not None
-    assert taken_after <= 15.0
+    await assert_followed(first, second, clock)
 
 
 async def test_a_leader_that_renews_is_never_replaced() -> None:
@@ -131,16 +135,7 @@ async def test_a_leader_that_is_stopped_may_not_write_before_another_may() -> No
     store, clock = LeaseStore(), Clock()
     first, second = candidate(store, "a", clock), candidate(store, "b", clock)
     assert await attempt(first)
-    both = []
-    taken_after = None
-    for tick in range(200):  # the first does nothing from now on, as a stopped process
-        if taken_after is None and await attempt(second):
-            taken_after = tick / 10
-        both.append(first.is_leader and second.is_leader)
-        clock.now += 0.1
-    assert not any(both)
-    assert taken_after is not None
-    assert taken_after <= 15.0
+    await assert_followed(first, second, clock)
     with pytest.raises(NotLeader):
         first.check()
 
