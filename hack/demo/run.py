@@ -19,7 +19,7 @@ from hack.demo import servers
 from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool, install_chart, read_region
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import Prometheus, running_prometheus
-from hack.demo.servers import Answer, Server, ServerFiles, demo_prompts, start_server, stop_server, wait_server
+from hack.demo.servers import Answer, Server, ServerFiles, demo_prompts, start_servers, stop_servers, wait_server
 from hack.demo.summary import Summary, read_kubernetes_view
 from hack.images.build import BuiltImages, build_images, load_images
 from hack.vllm.environment import ensure_vllm_environment
@@ -93,8 +93,7 @@ def prepare(settings: ClusterSettings) -> Bench:
 def remove_leftovers(bench: Bench) -> None:
     """Remove what an earlier demo left, also where its operator does not run any more. Before an upgrade: a daemon that
     is replaced while its pool is deleted would leave its pages to the next pool of that name."""
-    for name in SERVERS:
-        stop_server(bench.kubernetes, name=name)
+    stop_servers(bench.kubernetes, names=SERVERS)
     if bench.kubernetes.is_known("kvpool"):
         bench.kubernetes.delete("kvpool", POOL)
         selector = f"--selector={DAEMON_SELECTOR}={POOL}"
@@ -104,8 +103,7 @@ def remove_leftovers(bench: Bench) -> None:
 
 def clean(bench: Bench) -> None:
     """Remove the servers, then the pool, and with it the daemon and its pages."""
-    for name in SERVERS:
-        stop_server(bench.kubernetes, name=name)
+    stop_servers(bench.kubernetes, names=SERVERS)
     delete_pool(bench.kubernetes, name=POOL)
 
 
@@ -114,17 +112,15 @@ def run_shared(bench: Bench, prometheus: Prometheus) -> SharedRun:
     kubernetes, prompts = bench.kubernetes, demo_prompts()
     with step("Making a pool of 256Mi in 2Mi pages"):
         create_pool(kubernetes, pool_manifest(), name=POOL)
-    with step("Starting vLLM server A (two ranks)"):
-        server_a = start_server(kubernetes, bench.files, name="vllm-a", pool=POOL)
+    with step("Starting vLLM servers A and B (two ranks each; B by a shell)"):
+        server_a, server_b = start_servers(kubernetes, bench.files, names=SERVERS, pool=POOL)
         wait_attached(bench, server_a)
+        wait_attached(bench, server_b)
     with step("Sending the prompts to A, each twice"):
         cold_a = ask(server_a, prompts)
         wait_stored(prometheus)
         say("    again, from the cache; a late token may differ: the rest of a prompt is computed in another piece")
         warm_a = ask(server_a, prompts)
-    with step("Starting vLLM server B by a shell (two ranks)"):
-        server_b = start_server(kubernetes, bench.files, name="vllm-b", pool=POOL)
-        wait_attached(bench, server_b)
     with step("Sending the same prompts to B, which has never seen them"):
         first_b = ask(server_b, prompts)
     page_sizes = servers.read_region_page_sizes(server_b.pod)
@@ -153,7 +149,7 @@ def run_plain(bench: Bench, prometheus: Prometheus) -> Figures:
         clean(bench)
         create_pool(bench.kubernetes, f"{pool_manifest()}  replicatedLayout: Never\n", name=POOL)
     with step("Starting server A and sending it the prompts"):
-        server_a = start_server(bench.kubernetes, bench.files, name="vllm-a", pool=POOL)
+        (server_a,) = start_servers(bench.kubernetes, bench.files, names=["vllm-a"], pool=POOL)
         wait_attached(bench, server_a)
         ask(server_a, demo_prompts())
         wait_stored(prometheus)

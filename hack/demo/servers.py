@@ -5,11 +5,12 @@ import random
 import re
 import string
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hack.cache import REPOSITORY
+from hack.cache import REPOSITORY, cache_root
 from hack.demo.kubernetes import Kubernetes
 from hack.vllm.environment import interpreter_folder
 
@@ -45,6 +46,7 @@ class ServerFiles:
             VENV=self.environment,
             PYTHON=interpreter_folder(self.environment),
             MODEL=self.model,
+            CACHE=cache_root() / "vllm-cache",
         )
 
 
@@ -85,11 +87,11 @@ class Server:
         )
 
 
-def start_server(kubernetes: Kubernetes, files: ServerFiles, *, name: str, pool: str) -> Server:
-    """Apply `examples/vllm/server-<last letter>.yaml` and wait until it serves."""
-    manifest = files.render(EXAMPLES / f"server-{name[-1]}.yaml", pool=pool)
-    kubernetes.apply(manifest)
-    return wait_server(kubernetes, name=name)
+def start_servers(kubernetes: Kubernetes, files: ServerFiles, *, names: Sequence[str], pool: str) -> list[Server]:
+    """Apply `examples/vllm/server-<last letter>.yaml` for each name, all at once, and wait until each serves."""
+    for name in names:
+        kubernetes.apply(files.render(EXAMPLES / f"server-{name[-1]}.yaml", pool=pool))
+    return [wait_server(kubernetes, name=name) for name in names]
 
 
 def wait_server(kubernetes: Kubernetes, *, name: str) -> Server:
@@ -104,12 +106,12 @@ def find_server(kubernetes: Kubernetes, *, name: str) -> Server:
     return Server(name=name, pod=pod)
 
 
-def stop_server(kubernetes: Kubernetes, *, name: str) -> None:
-    """Delete the Deployment and wait until its pod is gone."""
-    kubernetes.delete("deployment", name, namespace=NAMESPACE)
-    kubernetes.kubectl(
-        "wait", "--for=delete", "pods", f"--selector=app={name}", f"--namespace={NAMESPACE}", "--timeout=60s"
-    )
+def stop_servers(kubernetes: Kubernetes, *, names: Sequence[str]) -> None:
+    """Delete the Deployments and wait until their pods are gone."""
+    for name in names:
+        kubernetes.delete("deployment", name, namespace=NAMESPACE)
+    selector = f"--selector=app in ({','.join(names)})"
+    kubernetes.kubectl("wait", "--for=delete", "pods", selector, f"--namespace={NAMESPACE}", "--timeout=60s")
 
 
 def find_pod_processes(pod: dict[str, Any]) -> dict[int, str]:

@@ -9,7 +9,7 @@ from hack.console import wait_until
 from hack.demo import servers
 from hack.demo.installation import NAMESPACE, delete_pool, describe_pool
 from hack.demo.kubernetes import condition_status
-from hack.demo.servers import demo_prompts, start_server, stop_server
+from hack.demo.servers import demo_prompts, start_servers, stop_servers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -99,7 +99,7 @@ def test_without_pages_the_pool_says_how_many_are_missing(release, pool_without_
 
 def test_without_a_daemon_a_real_vllm_serves_without_offload(release, pool_without_pages):
     kubernetes = release.kubernetes
-    server = start_server(kubernetes, release.files, name="vllm-b", pool=pool_without_pages)
+    (server,) = start_servers(kubernetes, release.files, names=["vllm-b"], pool=pool_without_pages)
     try:
         assert is_injected(server.pod)
         prompt = demo_prompts()[0]
@@ -108,4 +108,4 @@ def test_without_a_daemon_a_real_vllm_serves_without_offload(release, pool_witho
         assert first.text_tokens == second.text_tokens
         assert servers.read_region_page_sizes(server.pod) == {}
     finally:
-        stop_server(kubernetes, name="vllm-b")
+        stop_servers(kubernetes, names=["vllm-b"])

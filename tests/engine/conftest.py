@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from engine_process import EngineProcess
+from engine_process import CHECKSUMS, EngineProcess
 from pool_daemon import PoolDaemon
 
 CAPACITY_BYTES = 64 << 20
@@ -15,10 +15,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolDaemon]:
     folder = tmp_path_factory.mktemp("pool")
     with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon:
         yield daemon
-
-
-CHECKSUMS = {"KVOFFLOAD_CHECKSUM": "full"}
-"""The engines with latent attention check every page, so that all their tests go that way too."""
 
 
 @pytest.fixture(scope="module")

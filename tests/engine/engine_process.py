@@ -27,6 +27,8 @@ from hack.vllm.models import ensure_model
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240
 ANSWER_SECONDS = 180
+CHECKSUMS = {"KVOFFLOAD_CHECKSUM": "full"}
+"""The engines with latent attention check every page, so that all their tests go that way too."""
 VLLM_LOCK = Path("/tmp/kvo-vllm.lock")
 """One vLLM at a time on this machine: each takes about 3 GB and both cores."""
 
@@ -156,7 +158,9 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """End the engine as its user would, and make sure that all of it is gone."""
+        """End the engine as its user would, and make sure that all of it is gone; once is enough."""
+        if self._answers.closed:
+            return
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()

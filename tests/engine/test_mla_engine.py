@@ -3,9 +3,10 @@ both."""
 
 import signal
 import statistics
+from pathlib import Path
 
 import pytest
-from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
+from engine_process import CHECKSUMS, EngineProcess, eventually, make_prompt, wait_for_slots
 from pool_daemon import PoolDaemon
 
 pytestmark = pytest.mark.engine
@@ -171,3 +172,22 @@ def test_a_killed_daemon_is_used_again_after_its_return_with_what_was_stored_bef
     assert mla_engine.generate_cold([prompt]).tokens == warm.tokens
     mla_engine.generate_cold([other])
     assert eventually(lambda: mla_engine.generate_cold([other]).cached[0] >= 256)
+
+
+def test_another_engine_is_warm_from_its_first_request_with_equal_outputs(
+    mla_engine: EngineProcess, pool: PoolDaemon, tmp_path: Path
+) -> None:
+    """The last one: it ends the engine that the others used, as there is one vLLM at a time on this machine."""
+    prompt = make_prompt(7000)
+    mla_engine.generate_cold([prompt])
+    warm = mla_engine.generate_cold([prompt])
+    assert warm.cached[0] >= 256
+    mla_engine.close()
+    before = pool.metrics()["kvoffload_cross_engine_hits_total"]
+    with EngineProcess(
+        tmp_path, model="tiny-deepseek", socket=pool.attach("pod-second"), environment=CHECKSUMS
+    ) as second:
+        first = second.generate([prompt])
+    assert first.cached[0] >= 256
+    assert (first.tokens, first.logprobs) == (warm.tokens, warm.logprobs)
+    assert pool.metrics()["kvoffload_cross_engine_hits_total"] - before >= 16
