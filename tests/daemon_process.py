@@ -61,13 +61,17 @@ def hugetlb_mount(num_bytes: int, *, limit: bool = False, page_bytes: int = PAGE
 
 
 def _add_pages(num_pages: int, page_bytes: int) -> None:
-    """Change the node's number of pages; other tests do the same at the same time, so only by the difference."""
-    total = _HUGEPAGES / f"hugepages-{page_bytes // 1024}kB" / "nr_hugepages"
+    """Change the node's number of pages; other tests do the same at the same time, so only by the difference.
+
+    Surplus pages are counted out: they are taken away already and only wait until their last user lets go.
+    """
+    folder = _HUGEPAGES / f"hugepages-{page_bytes // 1024}kB"
+    total, surplus = folder / "nr_hugepages", folder / "surplus_hugepages"
     with Path("/tmp/kvoffload-nr-hugepages.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = int(total.read_text())
+        before = int(total.read_text()) - int(surplus.read_text())
         total.write_text(str(max(0, before + num_pages)))
-        after = int(total.read_text())
+        after = int(total.read_text()) - int(surplus.read_text())
         if after < before + num_pages:
             total.write_text(str(before))
             raise RuntimeError(f"the node gave {after - before} of {num_pages} huge pages of {page_bytes} bytes")

@@ -113,6 +113,7 @@ def test_a_pod_gets_a_world_writable_socket_then_a_whole_library(node: Node) -> 
     TestEngine(folder / "daemon.sock").close()
 
 
+@pytest.mark.alone
 def test_the_socket_listens_within_100_ms_of_the_folder(node: Node) -> None:
     times = []
     for number in range(10):

@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from daemon_process import TestEngine, wait_until
 from kvoffload.protocol.framing import pack_frame
 from kvoffload.protocol.messages import Found, Generation, Lookup, Reserve, Reserved
 from small_pool import start, value
 
 
+@pytest.mark.alone
 def test_a_client_that_never_reads_is_held_back_and_harms_nobody(folder: Path) -> None:
     with start(folder, None) as daemon:
         path = daemon.attach("pod")
@@ -114,6 +117,7 @@ def answer_seconds(engine: TestEngine, count: int) -> list[float]:
     return times
 
 
+@pytest.mark.alone
 def test_a_pod_that_floods_the_daemon_is_slow_and_another_pod_is_not(folder: Path) -> None:
     with start(folder, None) as daemon:
         engine = TestEngine(daemon.attach("good"), part_bytes=4096)

@@ -63,6 +63,7 @@ def test_a_pod_that_shares_with_nobody_leaves_nothing_behind(mount: Path, folder
         assert value(daemon, "kvoffload_prefault_ratio") == 0
 
 
+@pytest.mark.alone
 @pytest.mark.hugepages
 def test_a_tenant_that_does_not_let_go_loses_nothing_and_holds_nobody_else_up(mount: Path, folder: Path) -> None:
     with start(folder, mount, sharing="Namespace") as daemon:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.hugepages
 
 @pytest.fixture(scope="module")
 def mount() -> Iterator[Path]:
-    with hugetlb_mount(CAPACITY_BYTES) as path:
+    with hugetlb_mount(CAPACITY_BYTES, limit=True) as path:
         yield path
 
 
