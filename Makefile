@@ -55,8 +55,8 @@ lint: $(SYNCED) ## style, types, import contracts
 
 test-unit: $(SYNCED) ## unit, property and concurrency tests (2 to 3 minutes)
 	$(PYTHON) -m hack.chart
-	$(PYTEST) --numprocesses=2 -m "not long" tests/unit tests/property tests/chart
-	$(PYTEST) -m "not long" tests/concurrency
+	$(PYTEST) --numprocesses=3 -m "not long and not alone" tests/unit tests/property tests/chart tests/concurrency
+	$(PYTEST) -m "alone and not long" tests/concurrency
 
 test-engine: $(SYNCED) ## a real vLLM in processes, tensor parallel size 2
 	$(PYTHON) -m hack.vllm environment

@@ -16,6 +16,8 @@ from hack.console import StepError, say, step
 from hack.shell import run
 
 GO_DIRECTIVE = "1.26.0"
+COMPILER_GOGC = "400"
+"""For the compiler itself: with Go's default a quarter of a build is its garbage collection (etcd: 113 s, so 83 s)."""
 PAUSE_SOURCE = """// The process that holds a pod's namespaces: it waits for the signal to end, and reaps its orphans.
 package main
 
@@ -153,7 +155,7 @@ def build_program(program: GoProgram, *, log: Path) -> None:
             [go, "build", *flags, "-o", output, *program.packages],
             cwd=source,
             log=log,
-            environment={"CGO_ENABLED": "0"},
+            environment={"CGO_ENABLED": "0", "GOGC": COMPILER_GOGC},
         )
         shutil.rmtree(source)
 
