@@ -24,6 +24,8 @@ class RefusalReason(str, Enum):
     MALFORMED = "Malformed"
     TOO_MANY_ENGINES = "TooManyEngines"
     TOO_MANY_ENGINES_IN_POD = "TooManyEnginesInPod"
+    TOO_MANY_CONNECTIONS = "TooManyConnections"
+    TOO_MANY_BYTES = "TooManyBytes"
     POOL_PAUSED = "PoolPaused"
     POOL_OBSERVED = "PoolObserved"
     DRAINING = "Draining"

@@ -28,6 +28,7 @@ HELP = {
     "kvoffload_slots": "Slots by state.",
     "kvoffload_engines": "Engines attached, by confirmed layout; left-alone: without offload, the status says why.",
     "kvoffload_sessions": "Sessions, by whether their process is connected.",
+    "kvoffload_session_held_bytes": "Bytes of the daemon's own memory in unfinished messages and in answers not read.",
     "kvoffload_lookups": "Keys looked up, by result.",
     "kvoffload_stored_bytes": "Bytes of slots that became ready.",
     "kvoffload_rank_stored_bytes": "Bytes that engines' ranks say they copied in; one copy is shared by all its ranks.",
@@ -88,6 +89,7 @@ class NodeCollector(Collector):
         )
         states_of_sessions = ("connected", "disconnected")
         yield _gauge("kvoffload_sessions", {(("state", state),): sessions[state] for state in states_of_sessions})
+        yield _gauge("kvoffload_session_held_bytes", {(): registry.byte_budget.total})
         yield _gauge("kvoffload_attachers", {(): running.server.attachers})
         counters = registry.traffic.counters
         yield _counter(

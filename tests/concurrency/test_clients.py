@@ -10,12 +10,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from daemon_process import TestEngine, wait_until
+from kvoffload.errors import SessionRefused
+from kvoffload.protocol.client import Session
 from kvoffload.protocol.framing import pack_frame
-from kvoffload.protocol.messages import Found, Generation, Lookup, Reserve, Reserved
-from small_pool import start, value
+from kvoffload.protocol.messages import (
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    MAX_KEYS,
+    Found,
+    Generation,
+    Lookup,
+    Reserve,
+    Reserved,
+)
+from small_pool import hello, start, value
 
 
 @pytest.mark.alone
@@ -46,8 +58,6 @@ def test_a_client_that_never_reads_is_held_back_and_harms_nobody(folder: Path) -
 
 
 def _lookup_frame() -> bytes:
-    import msgspec
-
     return pack_frame(msgspec.msgpack.encode(Lookup(1, bytes(32 * 256))))
 
 
@@ -66,6 +76,20 @@ def test_a_connection_that_says_nothing_does_not_count_as_an_engine(folder: Path
             sock.close()
 
 
+def test_before_a_hello_no_frame_longer_than_a_hello_is_taken(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        longest = hello(**dict.fromkeys(("reason", "model", "engine_version", "agent_version"), "😀" * 256))
+        longest = msgspec.structs.replace(longest, engine_id="\U0001f600" * 128, message="\U0001f600" * 8192)
+        Session.connect(str(path), longest).close()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+            sock.sendall((MAX_HELLO_BYTES + 1).to_bytes(4, "little"))
+            sock.settimeout(5)
+            assert sock.recv(1) == b""
+        assert value(daemon, 'kvoffload_sessions_closed_total{reason="Malformed"}') == 1
+
+
 def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(folder: Path) -> None:
     with start(folder, None) as daemon:
         path = daemon.attach("bad")
@@ -73,10 +97,67 @@ def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(fold
         for _ in range(1200):
             opened.append(socket.socket(socket.AF_UNIX))
             opened[-1].connect(str(path))
+        with pytest.raises(SessionRefused, match="allowed are 1024"):
+            Session.connect(str(path), hello())
         wait_until(lambda: value(daemon, 'kvoffload_sessions_closed_total{reason="TooManyConnections"}') > 0)
         TestEngine(daemon.attach("good")).close()
         for sock in opened:
             sock.close()
+
+
+def test_what_a_pod_can_make_the_daemon_hold_is_bounded_and_another_pod_is_served(folder: Path) -> None:
+    """1,000 connections of 1 MiB each that is never a whole message; then answers that nobody reads."""
+    allowed = 64 << 20  # 32 MiB of the pod's bytes, and 1,000 sessions
+    with start(folder, None, maxEngines=64) as daemon:
+        assert daemon.process is not None
+        good, bad = TestEngine(daemon.attach("good")), daemon.attach("bad")
+        before = _peak_bytes(daemon.process.pid)
+        engines = [TestEngine(bad, engine_id=f"e{number}", ranks=32, part_bytes=4096) for number in range(30)]
+        sessions = [session for engine in engines for session in (*engine.workers, engine.scheduler)]
+        for session in sessions:
+            hold_unfinished_frame(session._sock)
+        good.scheduler.send(Reserve(1, 1))
+        good.scheduler.wait_for(Reserved, 5)
+        assert 0 < value(daemon, "kvoffload_session_held_bytes") <= 32 << 20
+        ended = value(daemon, 'kvoffload_sessions_closed_total{reason="TooManyBytes"}')
+        assert ended > len(sessions) // 2
+        assert value(daemon, 'kvoffload_refusals_total{reason="TooManyBytes"}') == ended
+        assert daemon.log.count("allowed are 33554432") == 1, "said once"
+        for engine in engines:
+            engine.close()
+        wait_until(lambda: value(daemon, "kvoffload_session_held_bytes") == 0)
+        engines = [TestEngine(bad, engine_id=f"f{number}", ranks=32, part_bytes=4096) for number in range(30)]
+        for engine in engines:
+            for session in (*engine.workers, engine.scheduler):
+                ask_without_reading(session._sock)
+        good.scheduler.send(Reserve(1, 1))
+        good.scheduler.wait_for(Reserved, 5)
+        assert value(daemon, "kvoffload_session_held_bytes") > 0
+        assert _peak_bytes(daemon.process.pid) < before + allowed
+        for engine in (good, *engines):
+            engine.close()
+
+
+def hold_unfinished_frame(sock: socket.socket) -> None:
+    """Send all but the last byte of the longest frame, or as much of it as the daemon takes."""
+    sock.settimeout(10)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        sock.sendall(MAX_FRAME_BYTES.to_bytes(4, "little") + bytes(MAX_FRAME_BYTES - 1))
+
+
+def ask_without_reading(sock: socket.socket) -> None:
+    """Send the longest look-ups, whose answers are 64 KiB each, until the daemon takes no more."""
+    sock.setblocking(False)
+    frame = pack_frame(msgspec.msgpack.encode(Lookup(1, bytes(32 * MAX_KEYS))))
+    with contextlib.suppress(OSError):
+        for _ in range(16):
+            sock.send(frame)
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most that has been resident, as the kernel has seen it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def test_generations_without_end_leave_nothing_behind(folder: Path) -> None:

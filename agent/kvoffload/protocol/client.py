@@ -88,7 +88,8 @@ class Session:
         try:
             sock.settimeout(timeout_seconds)
             sock.connect(path)
-            send_frame(sock, _encoder.encode(hello))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have refused us before our hello
+                send_frame(sock, _encoder.encode(hello))
             reader = FrameReader()
             payload = None
             while payload is None:
@@ -244,7 +245,7 @@ class Connector:
         make_hello: Callable[[], Hello],
         on_connected: Callable[[Session], None],
         on_event: Callable[[str], None],
-        on_readable: Callable[[Session], None] | None = None,
+        on_readable: Callable[[Session], object] | None = None,
         on_tick: Callable[[], None] | None = None,
     ) -> None:
         self._path = path

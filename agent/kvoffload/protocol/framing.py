@@ -27,9 +27,16 @@ def pack_frame(payload: bytes) -> bytes:
 class FrameReader:
     """Cuts a byte stream into frames. `feed` bytes as they come, then take whole frames with `next_frame`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        """The longest frame that is taken from here on."""
         self._buffer = bytearray()
         self._start = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory: of unfinished frames, and of frames that were not taken yet."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
         """Append what was received."""
@@ -43,13 +50,17 @@ class FrameReader:
         if len(self._buffer) - self._start < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer, self._start)
-        if not 0 < length <= MAX_FRAME_BYTES:
-            raise FrameTooLarge(f"a frame of {length} bytes was announced; allowed are 1 to {MAX_FRAME_BYTES}")
+        if not 0 < length <= self.max_frame_bytes:
+            raise FrameTooLarge(f"a frame of {length} bytes was announced; allowed are 1 to {self.max_frame_bytes}")
         begin = self._start + _LENGTH.size
         if len(self._buffer) < begin + length:
             return None
         self._start = begin + length
-        return bytes(memoryview(self._buffer)[begin : self._start])
+        payload = bytes(memoryview(self._buffer)[begin : self._start])
+        if self._start == len(self._buffer):
+            self._buffer.clear()
+            self._start = 0
+        return payload
 
 
 def send_frame(sock: socket.socket, payload: bytes, descriptors: Sequence[int] = ()) -> None:

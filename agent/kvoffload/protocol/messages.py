@@ -16,6 +16,8 @@ PROTOCOL_VERSION = 1
 """The version this code speaks; `Hello` carries the range that its sender can speak."""
 
 MAX_FRAME_BYTES = 1 << 20
+MAX_HELLO_BYTES = 1 << 16
+"""The daemon takes no longer frame before it knows who speaks; the longest `Hello` has 39,000 bytes."""
 MAX_KEYS = 8192
 """Keys in one message: a request of 131,072 tokens has 8,192 chunks of 16 tokens."""
 MAX_RANKS = 64

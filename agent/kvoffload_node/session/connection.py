@@ -18,6 +18,8 @@ from kvoffload import __version__
 from kvoffload.errors import ProtocolError, RefusalReason, SessionRefused
 from kvoffload.protocol.framing import FrameReader, pack_frame
 from kvoffload.protocol.messages import (
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
     PROTOCOL_VERSION,
     Assign,
     Bind,
@@ -42,6 +44,7 @@ from kvoffload.protocol.messages import (
     Welcome,
 )
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
+from kvoffload_node.session.memory import SEND_BUFFER_BYTES
 from kvoffload_node.session.packing import OFFSET_BYTES, pack_offsets, unpack_keys, unpack_offsets
 from kvoffload_node.session.readiness import announce, bind, start_generation
 from kvoffload_node.session.registry import Registry
@@ -50,12 +53,9 @@ from kvoffload_node.session.turns import TURN_SECONDS
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 1 << 20
-"""Above this the connection is not read from until its peer reads; above `MAX_PUSHED_BYTES` it is ended."""
-MAX_PUSHED_BYTES = 4 << 20
-MAX_CONNECTIONS = 1024
-"""Of one pod: 64 engines of eight ranks need 576."""
+"""A peer that does not read is not read from; above this, which pushed messages alone can reach, it is ended."""
 HELLO_SECONDS = 10.0
-"""A connection that has not said hello by then is ended."""
+"""A connection that has not said hello by then is ended, and so is one whose last words are not read by then."""
 _MISS = (-1).to_bytes(OFFSET_BYTES, "little", signed=True)
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
@@ -67,11 +67,13 @@ class Connection(asyncio.Protocol):
     def __init__(self, registry: Registry, pod: Pod) -> None:
         self._registry = registry
         self._pod = pod
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._ended = ""
-        self._hello_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._held_bytes = 0
+        """What of the pod's `held_bytes` is this connection's."""
         self._is_choked = False
         """The peer does not read its answers."""
         self._is_waiting = False
@@ -85,19 +87,29 @@ class Connection(asyncio.Protocol):
         """A socket was accepted."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        transport.set_write_buffer_limits(high=0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._registry.connections.add(self)
+        self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._require_hello)
         self._pod.num_connections += 1
-        if self._pod.num_connections > MAX_CONNECTIONS:
-            self.abort("TooManyConnections")
-            return
-        self._hello_timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._require_hello)
+        budget = self._registry.connection_budget
+        budget.total += 1
+        allowed = budget.allowed(len(self._registry.pods))
+        if self._pod.num_connections > allowed:
+            self.refuse(
+                SessionRefused(
+                    RefusalReason.TOO_MANY_CONNECTIONS,
+                    f"this pod has {self._pod.num_connections} connections, allowed are {allowed} (all pods have "
+                    f"{budget.total} of {budget.max_of_all}); run its engines in more pods",
+                )
+            )
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come: handle every whole frame in them."""
         self._reader.feed(data)
         if self._turns.is_over:
             self._wait_for_turn()
+            self._check_held()
         else:
             self._handle_frames()
 
@@ -129,6 +141,35 @@ class Connection(asyncio.Protocol):
         self._turns.spend(begun, ended)
         if ended - begun > TURN_SECONDS:
             self._wait_for_turn()
+        if self._held_bytes or reader.num_bytes:
+            self._check_held()
+
+    def _check_held(self) -> None:
+        allowed = self._count_held()
+        if allowed is not None and not self._ended:
+            budget, of_pod = self._registry.byte_budget, self._pod.held_bytes
+            self.refuse(
+                SessionRefused(
+                    RefusalReason.TOO_MANY_BYTES,
+                    f"the connections of this pod hold {of_pod} bytes of unfinished messages and of answers that it "
+                    f"does not read, allowed are {allowed} (all pods hold {budget.total} of {budget.max_of_all}); run "
+                    "its engines in more pods",
+                )
+            )
+            self.abort(RefusalReason.TOO_MANY_BYTES.value)
+
+    def _count_held(self) -> int | None:
+        """Count what this connection holds of the daemon's memory; what the pod may hold, where this made it more."""
+        unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        change = self._reader.num_bytes + unsent - self._held_bytes
+        budget = self._registry.byte_budget
+        self._held_bytes += change
+        self._pod.held_bytes += change
+        budget.total += change
+        if change <= 0:
+            return None
+        allowed = budget.allowed(len(self._registry.pods))
+        return allowed if self._pod.held_bytes > allowed else None
 
     def _wait_for_turn(self) -> None:
         if self._transport is not None:
@@ -166,8 +207,11 @@ class Connection(asyncio.Protocol):
         """The socket is closed, by whichever side."""
         self._registry.connections.discard(self)
         self._pod.num_connections -= 1
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
+        self._registry.connection_budget.total -= 1
+        self._reader = FrameReader()
+        self._count_held()
+        if self._timer is not None:
+            self._timer.cancel()
         self._registry.disconnected(self._session, self._ended or "PeerClosed")
 
     # --- for the registry -------------------------------------------------------------------------------------------
@@ -178,8 +222,9 @@ class Connection(asyncio.Protocol):
         if transport is None or self._ended:
             return
         transport.write(pack_frame(_encode(message)))
-        if transport.get_write_buffer_size() > MAX_PUSHED_BYTES:
-            self.end("SlowReader")
+        unsent = transport.get_write_buffer_size()
+        if unsent and (self._count_held() is not None or unsent > MAX_UNSENT_BYTES):
+            self.abort("SlowReader")
 
     def refuse(self, error: SessionRefused) -> None:
         """Answer with the reason; after a `Hello` the connection ends."""
@@ -191,16 +236,21 @@ class Connection(asyncio.Protocol):
             self.end(error.reason.value)
 
     def end(self, reason: str) -> None:
-        """Close the connection; what was queued is still sent."""
+        """Close the connection; what was queued is still sent, if the peer reads it soon."""
         if not self._ended and self._transport is not None:
             self._ended = reason
             self._transport.close()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._transport.abort)
 
     def abort(self, reason: str) -> None:
-        """Close the connection at once."""
+        """Close the connection at once, and let go of all that it holds: many may be ended in one round of the loop."""
         if self._transport is not None:
             self._ended = self._ended or reason
             self._transport.abort()
+            self._reader = FrameReader()
+            self._count_held()
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -229,6 +279,7 @@ class Connection(asyncio.Protocol):
         session, lock = self._registry.greet(self._pod, hello, self)
         region = self._registry.region
         self._session = session
+        self._reader.max_frame_bytes = MAX_FRAME_BYTES
         descriptors = [lock] if session.rank == SCHEDULER else [self._pod.tenant.file.descriptor, lock]
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,

@@ -45,6 +45,8 @@ class Pod:
     engines: dict[str, "Engine"] = field(default_factory=dict)
     """The newest incarnation of each engine id."""
     num_connections: int = 0
+    held_bytes: int = 0
+    """Of the daemon's memory, by its connections: unfinished messages, and answers that are not read."""
     detached: bool = False
     """Its folder is gone; it is forgotten when its last engine is."""
 

@@ -94,7 +94,8 @@ class Recovery:
         index.lease(session.holder, pins)
         index.release(old)
         session.recovered = False
-        session.claims = set(writes)
+        # what it does not write is no claim: a process could fill the daemon's memory with numbers
+        session.claims = {o for o in writes if (write := index.writes.get(o)) is not None and write.owner is engine}
         if session.rank == SCHEDULER:
             index.fail(engine, SCHEDULER, [o for o in index.unassigned(engine) if o not in session.claims])
         self.settle(engine)

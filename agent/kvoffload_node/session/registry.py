@@ -22,6 +22,13 @@ from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
 from kvoffload_node.session.locks import AttachmentEntry, Attachments
+from kvoffload_node.session.memory import (
+    MAX_BYTES,
+    MAX_BYTES_OF_POD,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_OF_POD,
+    Budget,
+)
 from kvoffload_node.session.readiness import lose_rank, make_lost, make_ready
 from kvoffload_node.session.recovery import Recovery
 from kvoffload_node.session.revocation import Revocations
@@ -49,6 +56,8 @@ class Registry:
         self.pods: dict[str, Pod] = {}
         self.engines: dict[int, Engine] = {}
         self.connections: set[Connection] = set()
+        self.connection_budget = Budget(MAX_CONNECTIONS_OF_POD, MAX_CONNECTIONS)
+        self.byte_budget = Budget(MAX_BYTES_OF_POD, MAX_BYTES)
         self.refusals: Counter[str] = Counter()
         self.closed: Counter[str] = Counter()
         self.durations: dict[type, Durations] = {kind: Durations() for kind in get_args(FromEngine)}
