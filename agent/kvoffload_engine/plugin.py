@@ -16,16 +16,18 @@ import dataclasses
 import functools
 import json
 import os
-import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvoffload import __version__
-from kvoffload.errors import KVOffloadError, UnsupportedEngine
+from kvoffload.errors import UnsupportedEngine
 from kvoffload_engine.environment import DECISION_VARIABLE, POOL_VARIABLE, SOCKET_VARIABLE
 from kvoffload_engine.log import logger
+
+if TYPE_CHECKING:
+    from kvoffload.protocol.client import Connector
 
 CONNECTOR = "KVOffloadConnector"
 CONNECTOR_MODULE = "kvoffload_engine.connector"
@@ -176,17 +178,21 @@ def restore_multimodal(config: Any, as_asked: Any) -> None:
 
 
 def leave_alone(reason: str, message: str, config: Any = None) -> None:
-    """One line for the log, and for the daemon if it answers."""
+    """One line for the log, and for the node's daemons while this engine lives. Never raises."""
     logger.warning("kvoffload: this engine runs without offload: %s: %s", reason, message)
-    threading.Thread(target=_report, args=(reason, message, config), name="kvoffload-report", daemon=True).start()
+    try:
+        tell_daemon(reason, message, config)
+    except Exception as error:  # noqa: BLE001 - as in register
+        logger.info("kvoffload: the node daemon cannot be told: %s: %s", type(error).__name__, error)
 
 
-_reporting: list[Any] = []
-"""The session that says why; kept open so that the daemon's status shows this engine while it lives."""
+_telling: "list[Connector]" = []
+"""What tells why; kept, so that the status shows this engine while it lives, also after a restart of the daemon."""
 
 
-def _report(reason: str, message: str, config: Any) -> None:
-    from kvoffload.protocol.client import Session
+def tell_daemon(reason: str, message: str, config: Any) -> None:
+    """Begin to tell the daemon why, in a thread of the connector's own, whenever there is a daemon that listens."""
+    from kvoffload.protocol.client import Connector
     from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Hello, Report
 
     hello = Hello(
@@ -203,9 +209,12 @@ def _report(reason: str, message: str, config: Any) -> None:
         agent_version=__version__,
         process=os.urandom(16),
     )
-    try:
-        session = Session.connect(os.environ[SOCKET_VARIABLE], hello)
-        session.send(Report(note=f"{reason}: {message}"[:8192]))
-        _reporting.append(session)
-    except (KVOffloadError, KeyError) as error:
-        logger.info("kvoffload: the node daemon could not be told: %s", error)
+    connector = Connector(
+        os.environ[SOCKET_VARIABLE],
+        make_hello=lambda: hello,
+        on_connected=lambda session: session.send(Report(note=f"{reason}: {message}"[:8192])),
+        on_readable=lambda session: session.receive(),
+        on_event=lambda line: logger.info("kvoffload: %s", line),
+    )
+    _telling.append(connector)
+    connector.start()

@@ -10,6 +10,8 @@ import pytest
 from byte_engine import ByteEngine, key_of
 from daemon_process import DaemonProcess, wait_until
 from kvoffload.protocol.messages import Drain
+from kvoffload_engine import plugin
+from kvoffload_engine.environment import SOCKET_VARIABLE
 
 CAPACITY_BYTES = 16 << 20
 KEYS = [key_of(number) for number in range(8)]
@@ -148,3 +150,28 @@ def test_a_daemon_that_is_told_to_stop_says_so_before_it_ends(daemon: DaemonProc
     ready = daemon.api.condition("Ready")
     assert (ready["status"], ready["reason"]) == ("False", "Draining")
     assert "told to stop" in ready["message"]
+
+
+def test_an_engine_that_runs_without_offload_tells_a_restarted_daemon_why(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = daemon.api
+    assert api is not None
+
+    def told() -> list[tuple[str, str, str]]:
+        engines = api.statuses[-1].get("engines", []) if api.statuses else []
+        return [(engine["confirmedLayout"], engine["reason"], engine["message"]) for engine in engines]
+
+    monkeypatch.setenv(SOCKET_VARIABLE, str(daemon.attach("pod")))
+    monkeypatch.setattr(plugin, "_telling", [])
+    plugin.leave_alone("MultiNode", "the engine spans 2 nodes, needed 1")
+    expected = [("left-alone", "MultiNode", "MultiNode: the engine spans 2 nodes, needed 1")]
+    try:
+        wait_until(lambda: told() == expected, timeout_seconds=60)
+        daemon.kill()
+        api.statuses.clear()
+        daemon.start()
+        wait_until(lambda: told() == expected, timeout_seconds=60)
+    finally:
+        for connector in plugin._telling:
+            connector.close()
