@@ -6,7 +6,7 @@ Runs in the node daemon; `daemon.py` describes the situation, `status.py` gives 
 from dataclasses import dataclass
 
 from kvoffload.api.conditions import RegionCondition, RegionReason
-from kvoffload.api.pool import Mode
+from kvoffload.api.pool import Mode, NumaPolicy
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.units import format_bytes
 from kvoffload_node.host.hugepages import explain_shortage
@@ -107,4 +107,11 @@ def _build_degraded(situation: Situation) -> Finding:
     if region is not None and situation.needs_attacher and not situation.has_attacher:
         message = "the attacher is not connected: no new pod attaches"
         return Finding(kind, True, RegionReason.ATTACHER_MISSING, message)
+    if region is not None and region.spec.numa_policy is NumaPolicy.INTERLEAVE and region.numa_out_of_reach:
+        nodes = ", ".join(map(str, region.numa_out_of_reach))
+        message = (
+            f"the daemon has no CPU of NUMA node {nodes}, so that extents are placed on the others first; give its "
+            "container CPUs of every node (the kubelet's static CPU manager takes them away)"
+        )
+        return Finding(kind, True, RegionReason.NUMA_NODE_OUT_OF_REACH, message)
     return Finding(kind, False, RegionReason.AS_ASKED, "everything is as the pool asks")

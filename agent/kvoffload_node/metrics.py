@@ -41,6 +41,7 @@ HELP = {
     "kvoffload_missed_deadlines": "Of these, steps whose answer came too late.",
     "kvoffload_request_duration_seconds": "Time the daemon takes for one message.",
     "kvoffload_prefault_ratio": "Share of the capacity that has pages allocated.",
+    "kvoffload_numa_extents": "Extents placed since the daemon's start on hosts of several NUMA nodes, by numa_node.",
     "kvoffload_slab_waste_bytes": "Bytes at the ends of extents that hold no slot.",
     "kvoffload_refusals": "Refused sessions and requests, by reason.",
     "kvoffload_sessions_closed": "Connections that ended, by reason.",
@@ -78,6 +79,8 @@ class NodeCollector(Collector):
             yield _gauge("kvoffload_hugepages", {(("state", state),): value for state, value in states.items()})
         yield _gauge("kvoffload_slots", {(("state", state),): value for state, value in figures.slots.items()})
         yield _gauge("kvoffload_prefault_ratio", {(): figures.allocated_bytes / max(1, figures.capacity_bytes)})
+        placed = sorted(region.extents.num_by_node.items())
+        yield _gauge("kvoffload_numa_extents", {(("numa_node", str(node)),): count for node, count in placed})
         yield _gauge("kvoffload_slab_waste_bytes", {(): figures.waste_bytes})
         engines = Counter(engine.layout or "pending" for engine in registry.engines.values() if engine.is_attached)
         layouts = ("replicated", "per-rank", "shared", "pending", LEFT_ALONE)

@@ -1,5 +1,7 @@
 """Memory follows demand: between models, tenants and namespaces with quotas, and with the capacity."""
 
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -124,4 +126,42 @@ def test_a_capacity_that_changed_keeps_the_cache_and_gives_back_what_is_above_it
         assert hits(engine, keys) == kept
         fill(engine, NUM_SLOTS - kept, salt=2)
         assert value(daemon, "kvoffload_prefault_ratio") == 1
+        engine.close()
+
+
+def host_of_two_nodes(folder: Path, *cpus: str, allowed: str) -> dict[str, str]:
+    """The environment of a daemon that sees two NUMA nodes of these CPUs."""
+    root = folder / "host"
+    shutil.copytree(Path(__file__).parents[1] / "fixtures/sysfs/two-nodes-v2", root)
+    for number, one in enumerate(cpus):
+        (root / f"sys/devices/system/node/node{number}/cpulist").write_text(one)
+    (root / "proc/self/status").write_text(f"Cpus_allowed_list:\t{allowed}\n")
+    (root / "proc/sys/kernel/random").mkdir(parents=True)
+    (root / "proc/sys/kernel/random/boot_id").write_text("boot")
+    return {"KVOFFLOAD_HOST_ROOT": str(root)}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_extents_are_given_to_two_numa_nodes_in_turn(folder: Path) -> None:
+    first, second = (str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:2])
+    with start(folder, None, host_of_two_nodes(folder, first, second, allowed=f"{first},{second}")) as daemon:
+        engine = attach(daemon.attach("pod"), "a")
+        fill(engine, NUM_SLOTS, salt=1)
+        given = [value(daemon, f'kvoffload_numa_extents{{numa_node="{node}"}}') for node in (0, 1)]
+        assert given[0] == given[1] > 0
+        assert "come from any NUMA node" not in daemon.log
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "words"),
+    [("0", "NUMA nodes that the daemon has no CPU of: [1] of 2"), ("0,1000", "extent's pages come from any NUMA node")],
+)
+def test_a_numa_node_that_the_daemon_cannot_run_on_is_a_message_and_no_failure(
+    folder: Path, allowed: str, words: str
+) -> None:
+    with start(folder, None, host_of_two_nodes(folder, "0", "1000", allowed=allowed)) as daemon:
+        engine = attach(daemon.attach("pod"), "a")
+        fill(engine, NUM_SLOTS, salt=1)
+        assert words in daemon.log
         engine.close()

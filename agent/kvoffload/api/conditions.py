@@ -128,6 +128,7 @@ class RegionReason(StrEnum):
     SHARED_MEMORY_FALLBACK = "SharedMemoryFallback"
     SHRINK_WAITS = "ShrinkWaits"
     ATTACHER_MISSING = "AttacherMissing"
+    NUMA_NODE_OUT_OF_REACH = "NumaNodeOutOfReach"
     AS_ASKED = "AsAsked"
 
 

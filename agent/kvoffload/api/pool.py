@@ -265,7 +265,7 @@ class KVOffloadPoolSpec(ApiModel):
     )
     numa_policy: NumaPolicy = Field(
         default=NumaPolicy.INTERLEAVE,
-        description="numaPolicy spreads extents over NUMA nodes (Interleave) or takes the daemon's own first (Local).",
+        description="numaPolicy spreads extents over NUMA nodes (Interleave) or fills one before the next (Local).",
     )
     replicated_layout: ReplicatedLayout = Field(
         default=ReplicatedLayout.AUTO,

@@ -77,7 +77,7 @@ class ExtentPool:
         self._revoke = revoke
         self._wake = asyncio.Event()
         self.num_by_node: Counter[int] = Counter()
-        """Extents that were placed on each NUMA node since the daemon's start."""
+        """Extents that were given to each NUMA node since the daemon's start."""
         self._moves: set[asyncio.Task[None]] = set()
 
     @property

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffload.errors import PagesUnavailable, RegionUnusable
+from kvoffload_node.host.numa import running_on
 
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
@@ -87,21 +88,12 @@ class RegionFile:
 
         Raises PagesUnavailable; what was got is given back before.
         """
-        before = os.sched_getaffinity(0)
-        if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread; mbind would need CAP_SYS_NICE
-        try:
-            self._allocate(offset, num_bytes)
-        finally:
-            if cpus:
-                os.sched_setaffinity(0, before)
-
-    def _allocate(self, offset: int, num_bytes: int) -> None:
         if os.fstat(self.descriptor).st_size < offset + num_bytes:
             os.ftruncate(self.descriptor, offset + num_bytes)  # a client has cut its own file
-        if _libc.fallocate(self.descriptor, 0, offset, num_bytes) == 0:
-            return
-        code = ctypes.get_errno()
+        with running_on(cpus):
+            if _libc.fallocate(self.descriptor, 0, offset, num_bytes) == 0:
+                return
+            code = ctypes.get_errno()
         self.punch(offset, num_bytes)
         if code in _OUT_OF_PAGES:
             raise PagesUnavailable(f"{num_bytes} bytes of pages for {self.path.name}: {os.strerror(code)}")

@@ -12,7 +12,7 @@ from kvoffload.api.pool import Fallback, Mode, ReplicatedLayout, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import PagesUnavailable, RefusalReason, RegionUnusable, SessionRefused
 from kvoffload.layout.extents import plan_extent_bytes
-from kvoffload_node.host.numa import NumaNode, plan_node, read_numa_nodes
+from kvoffload_node.host.numa import NumaNode, plan_node, read_allowed_cpus, read_numa_nodes
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.index.catalog import (
     Catalog,
@@ -62,6 +62,8 @@ class Region:
         self.clock = Clock()
         self.accounts: list[Account] = []
         self.pages_reserved = False
+        self.numa_out_of_reach: list[int] = []
+        """NUMA nodes that the daemon may run on no CPU of, as of the last extent: none is placed there."""
         self._state = state_folder
         self._catalog_path = catalog_path(state_folder)
         if not mount.is_hugetlbfs and spec.fallback is Fallback.NONE:
@@ -312,7 +314,12 @@ class Region:
         return tenant
 
     def _plan_node(self, num_extents: Mapping[int, int]) -> NumaNode | None:
-        nodes = read_numa_nodes(self._paths, self.mount.page_bytes)
+        nodes, allowed = read_numa_nodes(self._paths, self.mount.page_bytes), read_allowed_cpus(self._paths)
+        out_of_reach = [node.number for node in nodes if allowed is not None and not node.cpus & allowed]
+        if out_of_reach != self.numa_out_of_reach:
+            self.numa_out_of_reach = out_of_reach
+            log.warning("NUMA nodes that the daemon has no CPU of: %s of %d", out_of_reach, len(nodes))
+        nodes = [node for node in nodes if node.number not in out_of_reach]
         return plan_node(self.spec.numa_policy, nodes, num_extents, self.extent_bytes // self.mount.page_bytes)
 
     def _add_account(self, namespace: str) -> Account:
