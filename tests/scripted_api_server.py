@@ -1,5 +1,6 @@
-"""An API server that knows one KVOffloadRegion and one DaemonSet, for tests of a real daemon process that say when an
-object is there, is another one, or when nobody answers. The real API server is in `e2e/test_node_api.py`.
+"""An API server that knows one KVOffloadRegion, one DaemonSet and some pods, for tests of a real daemon or attacher
+that say when an object is there, is another one, or when nobody answers. The real API server is in
+`e2e/test_node_api.py`.
 """
 
 import json
@@ -19,6 +20,8 @@ class ScriptedApiServer:
         """`spec` is the region's, in JSON names."""
         self.region: dict[str, Any] | None = None
         self.has_daemonset = True
+        self.pods: list[dict[str, Any]] = []
+        self.watch_seconds = WATCH_SECONDS
         self.statuses: list[dict[str, Any]] = []
         self._spec = spec
         self._http: ThreadingHTTPServer | None = None
@@ -45,8 +48,10 @@ class ScriptedApiServer:
 
             def do_GET(self) -> None:
                 if "watch=True" in self.path:
-                    stopped.wait(WATCH_SECONDS)
+                    stopped.wait(scripted.watch_seconds)
                     self._answer(200, b"")
+                elif "/pods" in self.path:
+                    self._object({"kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": scripted.pods})
                 elif "daemonsets" in self.path:
                     self._object({"metadata": {"name": "d"}} if scripted.has_daemonset else None)
                 else:

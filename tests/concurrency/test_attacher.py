@@ -1,21 +1,28 @@
 """The attacher on a kubelet's pods folder, beside a real daemon, with pods that behave and pods that do not."""
 
+import contextlib
+import os
+import random
 import shutil
 import socket
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from kubernetes.config import load_kube_config
 
 from daemon_process import DaemonProcess, TestEngine, wait_until
+from kvoffload_node.attach import pods as node_pods
 from kvoffload_node.attach.attacher import Attacher
 from kvoffload_node.attach.handoff import Handoff
-from kvoffload_node.attach.pods import ObservedPod
+from kvoffload_node.attach.pods import NodePods, ObservedPod
+from scripted_api_server import ScriptedApiServer
+from small_pool import value
 
 
 @dataclass
@@ -26,8 +33,8 @@ class ListedPods:
     hidden: dict[str, ObservedPod] = field(default_factory=dict)
     refreshed: int = 0
 
-    def tell_of(self, uid: str, *, hidden: bool = False) -> None:
-        pod = ObservedPod(uid, "default", f"name-{uid}", "auto")
+    def tell_of(self, uid: str, *, hidden: bool = False, name: str = "") -> None:
+        pod = ObservedPod(uid, "default", name or f"name-{uid}", "auto")
         if hidden:
             self.hidden = {**self.hidden, uid: pod}
         else:
@@ -58,9 +65,13 @@ class Node:
         folder.chmod(0o777)
         return folder
 
-    def create_pod(self, uid: str, *, hidden: bool = False) -> Path:
-        self.pods.tell_of(uid, hidden=hidden)
+    def create_pod(self, uid: str, *, hidden: bool = False, name: str = "") -> Path:
+        self.pods.tell_of(uid, hidden=hidden, name=name)
         return self.create_folder(uid)
+
+    def remove_folder(self, uid: str) -> None:
+        """At once, as seen from the attacher."""
+        self.kubelet.joinpath(uid).rename(self.kubelet.parent / f"removed-{uid}")
 
 
 @pytest.fixture
@@ -172,6 +183,80 @@ def test_names_that_the_pod_made_itself_are_replaced_and_never_followed(node: No
     TestEngine(folder / "daemon.sock").close()
 
 
+MADE: dict[str, Callable[[Path, Path], None]] = {
+    "a file": lambda path, victim: path.touch(mode=0o777),
+    "a link": lambda path, victim: path.symlink_to(victim),
+    "a link to nowhere": lambda path, victim: path.symlink_to(victim / "nowhere"),
+    "a hard link": lambda path, victim: os.link(victim / "file", path),
+    "a pipe": lambda path, victim: os.mkfifo(path),
+    "a socket": lambda path, victim: make_socket(path),
+}
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
+@pytest.fixture
+def victim(short_path: Path) -> Path:
+    """What a pod would like the attacher to change."""
+    victim = short_path / "victim"
+    victim.mkdir(mode=0o700)
+    (victim / "file").write_text("untouched")
+    (victim / "file").chmod(0o600)
+    return victim
+
+
+def assert_untouched(victim: Path) -> None:
+    assert [(path.name, path.read_text(), stat.S_IMODE(path.stat().st_mode)) for path in victim.iterdir()] == [
+        ("file", "untouched", 0o600)
+    ]
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o700
+
+
+def test_whatever_a_pod_puts_in_its_folder_is_replaced(node: Node, victim: Path) -> None:
+    for number, make in enumerate(MADE.values()):
+        folder = node.create_folder(f"pod-{number}")
+        for name in ("daemon.sock", "lib"):
+            make(folder / name, victim)
+        node.pods.tell_of(f"pod-{number}")
+    for number, made in enumerate(MADE):
+        folder = node.folder(f"pod-{number}")
+        wait_until(lambda: is_attached(folder) and not (folder / "lib").is_symlink())  # noqa: B023 - called at once
+        TestEngine(folder / "daemon.sock", engine_id=made).close()
+    assert_untouched(victim)
+
+
+def test_a_pod_that_changes_its_folder_all_the_time_harms_only_itself(node: Node, victim: Path) -> None:
+    ended = threading.Event()
+    rounds = 0
+
+    def quarrel(folder: Path) -> None:
+        nonlocal rounds
+        while not ended.is_set():
+            for name in ("daemon.sock", "lib", *(path.name for path in folder.glob(".lib-*"))):
+                with contextlib.suppress(OSError):
+                    (folder / name).rename(folder / f"taken-{rounds}-{name}")
+                with contextlib.suppress(OSError):
+                    (folder / name).symlink_to(victim)
+            rounds += 1
+
+    hostile = threading.Thread(target=quarrel, args=(node.create_folder("bad"),))
+    hostile.start()
+    try:
+        node.pods.tell_of("bad")
+        for number in range(5):
+            good = node.create_pod(f"good-{number}")
+            wait_until(lambda: is_attached(good))  # noqa: B023 - called at once
+            TestEngine(good / "daemon.sock", engine_id=f"e{number}").close()
+    finally:
+        ended.set()
+        hostile.join()
+    assert rounds > 100
+    assert_untouched(victim)
+
+
 def test_a_pod_that_puts_a_folder_in_the_sockets_place_harms_only_itself(node: Node) -> None:
     bad = node.create_folder("bad")
     (bad / "daemon.sock").mkdir()
@@ -196,11 +281,54 @@ def test_a_pod_whose_folder_is_gone_is_detached_and_one_recreated_is_attached_ag
     folder = node.create_pod("pod-a")
     wait_until(lambda: is_attached(folder))
     node.pods.current = {}
-    node.kubelet.joinpath("pod-a").rename(node.kubelet.parent / "removed")
+    node.remove_folder("pod-a")
     wait_until(lambda: node.attacher.num_attached == 0)
     again = node.create_pod("pod-a-2")
     wait_until(lambda: is_attached(again))
     TestEngine(again / "daemon.sock").close()
+
+
+def test_a_pod_recreated_under_its_name_is_attached_beside_the_old_ones_folder(node: Node) -> None:
+    first = node.create_pod("uid-1", name="stateful-0")
+    wait_until(lambda: is_attached(first))
+    old = TestEngine(first / "daemon.sock")
+    node.pods.current = {}  # evicted, or deleted: the kubelet takes its time with the folder
+    second = node.create_pod("uid-2", name="stateful-0")
+    wait_until(lambda: is_attached(second))
+    new = TestEngine(second / "daemon.sock")
+    node.remove_folder("uid-1")
+    wait_until(lambda: node.attacher.num_attached == 1)
+    wait_until(lambda: value(node.daemon, 'kvoffload_engines{layout="replicated"}') == 2)
+    old.close()
+    wait_until(lambda: value(node.daemon, 'kvoffload_engines{layout="replicated"}') == 1)
+    TestEngine(second / "daemon.sock", engine_id="another").close()
+    new.close()
+
+
+def test_pods_that_come_and_go_at_once_leave_nothing_behind(node: Node) -> None:
+    stays = node.create_pod("stays")
+    wait_until(lambda: is_attached(stays))
+    before = open_descriptors(), open_descriptors(node.daemon)
+    chosen = random.Random(1)
+    for number in range(60):
+        node.create_pod(f"pod-{number}")
+        if number >= 5:
+            gone = f"pod-{number - 5}"
+            node.pods.current = {uid: pod for uid, pod in node.pods.current.items() if uid != gone}
+            node.remove_folder(gone)
+        time.sleep(chosen.uniform(0, 0.05))  # the kubelet's pace: some go before they are seen
+    for number in range(55, 60):
+        node.remove_folder(f"pod-{number}")
+    node.pods.current = {"stays": node.pods.current["stays"]}
+    wait_until(lambda: node.attacher.num_attached == 1)
+    wait_until(lambda: (open_descriptors(), open_descriptors(node.daemon)) == before)
+    TestEngine(stays / "daemon.sock").close()
+
+
+def open_descriptors(daemon: DaemonProcess | None = None) -> int:
+    """Of a daemon, or of the attacher, which runs in this process."""
+    process = daemon.process.pid if daemon is not None and daemon.process is not None else "self"
+    return len(list(Path(f"/proc/{process}/fd").iterdir()))
 
 
 def test_every_pod_is_handed_over_again_to_a_restarted_daemon(node: Node) -> None:
@@ -223,3 +351,46 @@ def test_without_a_daemon_a_pod_gets_no_library(node: Node) -> None:
     assert not is_attached(folder)
     node.daemon.start()
     wait_until(lambda: is_attached(folder))
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedApiServer]:
+    """An API server whose watches say nothing."""
+    server = ScriptedApiServer(
+        tmp_path, {"poolName": "p", "nodeName": "n", "capacityBytes": 1 << 30, "pageSizeBytes": 2 << 20}
+    )
+    server.make_region("uid")
+    server.watch_seconds = 600
+    server.start()
+    monkeypatch.setattr(node_pods.config, "load_config", lambda: load_kube_config(server.kubeconfig))
+    yield server
+    server.stop()
+
+
+def listed_pod(uid: str, phase: str = "Running") -> dict[str, object]:
+    return {"metadata": {"uid": uid, "name": "stateful-0", "namespace": "default"}, "status": {"phase": phase}}
+
+
+def test_a_pod_that_a_silent_watch_does_not_tell_of_is_found_by_asking(api: ScriptedApiServer) -> None:
+    api.pods = [listed_pod("first"), listed_pod("evicted", "Failed")]
+    pods = NodePods(pool="p", node_name="n", own_namespace="own")
+    pods.start()
+    wait_until(lambda: set(pods.current) == {"first"})
+    api.pods = [listed_pod("second")]
+    assert pods.refresh()
+    wait_until(lambda: set(pods.current) == {"second"})
+    assert not pods.refresh(), "a node of many pods would ask without end"
+    pods.stop()
+
+
+def test_a_silent_watch_is_given_up(api: ScriptedApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_pods, "RESYNC_SECONDS", 0)
+    monkeypatch.setattr(node_pods, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(node_pods, "RETRY_SECONDS", 0.01)
+    pods = NodePods(pool="p", node_name="n", own_namespace="own")
+    pods.start()
+    api.pods = [listed_pod("first")]
+    wait_until(lambda: set(pods.current) == {"first"})
+    api.pods = []
+    wait_until(lambda: not pods.current)
+    pods.stop()

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 30
 """The longest that one watch lasts before pods are listed again."""
+SILENCE_SECONDS = 5
+"""So much later than it should have ended a watch that says nothing is given up."""
 RETRY_SECONDS = 2.0
 MIN_REFRESH_SECONDS = 1.0
 _ENDED_PHASES = ("Succeeded", "Failed")
@@ -57,6 +59,7 @@ class NodePods:
         self._watch = watch.Watch()
         self._stopped = threading.Event()
         self._last_refresh = 0.0
+        self._changing = threading.Lock()
         self.current: dict[str, ObservedPod] = {}
         """By uid; replaced, never changed."""
 
@@ -106,7 +109,8 @@ class NodePods:
         listed = self._core.list_pod_for_all_namespaces(**self._query(), _request_timeout=10)
         allowed = self._allowed_namespaces({pod.metadata.namespace for pod in listed.items})
         pods = [_observe(pod) for pod in listed.items if _is_running(pod) and pod.metadata.namespace in allowed]
-        self.current = {pod.uid: pod for pod in pods}
+        with self._changing:
+            self.current = {pod.uid: pod for pod in pods}
         return str(listed.metadata.resource_version)
 
     def _follow(self, version: str) -> None:
@@ -115,16 +119,16 @@ class NodePods:
             **self._query(),
             resource_version=version,
             timeout_seconds=RESYNC_SECONDS,
-            _request_timeout=RESYNC_SECONDS + 5,
+            _request_timeout=RESYNC_SECONDS + SILENCE_SECONDS,
         )
         for event in stream:
             pod = event["object"]
-            current = dict(self.current)
-            if event["type"] == "DELETED" or not _is_running(pod):
-                current.pop(pod.metadata.uid, None)
-            elif pod.metadata.uid in current or self._allowed_namespaces({pod.metadata.namespace}):
-                current[pod.metadata.uid] = _observe(pod)
-            self.current = current
+            is_ours = event["type"] != "DELETED" and _is_running(pod)
+            if is_ours and pod.metadata.uid not in self.current:
+                is_ours = bool(self._allowed_namespaces({pod.metadata.namespace}))
+            with self._changing:  # `refresh` may have listed meanwhile
+                others = {uid: other for uid, other in self.current.items() if uid != pod.metadata.uid}
+                self.current = others | ({pod.metadata.uid: _observe(pod)} if is_ours else {})
 
     def _allowed_namespaces(self, namespaces: set[str]) -> set[str]:
         """Those that the pool's namespaceSelector takes; without one all but kube-system and our own."""
