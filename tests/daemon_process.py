@@ -23,12 +23,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvoffload.errors import DaemonUnavailable, SessionRefused
-from kvoffload.protocol.client import Session, attach_pod
-from kvoffload.protocol.framing import send_frame
-from kvoffload.protocol.messages import AttachPod, Bind, Bound, DetachPod, EngineReady, Hello, Mapped
+from kvoffload.protocol.client import Session
+from kvoffload.protocol.messages import AttachPod, Bind, Bound, EngineReady, Hello, Mapped
+from kvoffload_node.attach.handoff import Handoff
 from scripted_api_server import ScriptedApiServer
 
 PAGE_BYTES = 2 << 20
@@ -116,7 +114,7 @@ class DaemonProcess:
         self._program = program or [sys.executable, "-m", "kvoffload_node"]
         self.environment = environment or {}
         self._listening: dict[str, tuple[AttachPod, socket.socket]] = {}
-        self._attacher: list[socket.socket] = []
+        self._attacher = Handoff(self.handoff / "attach.sock")
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "DaemonProcess":
@@ -188,14 +186,15 @@ class DaemonProcess:
         """The pod's folder is gone, as the attacher would tell."""
         _, listening = self._listening.pop(uid)
         listening.close()
-        send_frame(self._attacher[-1], msgspec.msgpack.encode(DetachPod(uid)))
+        self._attacher.detach(uid)
 
     def _hand_over(self, uid: str) -> None:
         request, listening = self._listening[uid]
         deadline = time.monotonic() + _START_SECONDS
         while True:
             try:
-                self._attacher.append(attach_pod(str(self.handoff / "attach.sock"), request, listening))
+                self._attacher.ensure_connected()
+                self._attacher.attach(request, listening)
                 return
             except DaemonUnavailable:
                 if self.process is not None and self.process.poll() is not None:
@@ -222,9 +221,7 @@ class DaemonProcess:
             self.process.send_signal(number)
             self.process.wait(timeout=30)
             self.process = None
-        for sock in self._attacher:
-            sock.close()
-        self._attacher.clear()
+        self._attacher.close()
 
 
 def connect(path: Path, hello: Hello, timeout_seconds: float = _START_SECONDS) -> Session:

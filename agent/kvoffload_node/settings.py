@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from kvoffload.api.keys import DAEMON_METRICS_PORT
+
 
 class NodeSettings(BaseSettings):
     """Where things are and who we are. Every name has the prefix `KVOFFLOAD_`."""
@@ -44,7 +46,9 @@ class NodeSettings(BaseSettings):
         "/opt/kvoffload/engine/lib"
     )
     host_root: Annotated[Path, Field(description="Where /sys and /proc are found; another root in tests.")] = Path("/")
-    metrics_port: Annotated[int, Field(ge=0, le=65535, description="Port of /metrics, /healthz and /readyz.")] = 9420
+    metrics_port: Annotated[int, Field(ge=0, le=65535, description="Port of /metrics, /healthz and /readyz.")] = (
+        DAEMON_METRICS_PORT
+    )
     attacher_port: Annotated[int, Field(ge=0, le=65535, description="Port of the attacher's /healthz.")] = 9421
     quarantine_seconds: Annotated[
         float, Field(ge=0, le=600, description="How long a dead writer's slots wait, as its DMA may still land.")

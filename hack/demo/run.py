@@ -33,7 +33,7 @@ NODE = 'component="node"'
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Stage:
     """What every step needs: the cluster, our images, and what the vLLM pods mount."""
 
     kubernetes: Kubernetes
@@ -79,7 +79,7 @@ class SharedRun:
     region: dict[str, Any]
 
 
-def prepare(settings: ClusterSettings) -> Bench:
+def prepare(settings: ClusterSettings) -> Stage:
     """Bring up the cluster, build and load the images, and make vLLM's environment and the tiny model."""
     lifecycle.up(settings)
     images = build_images(log=cache_root() / "logs" / "images.log")
@@ -87,35 +87,35 @@ def prepare(settings: ClusterSettings) -> Bench:
     files = ServerFiles(image=images.python, environment=ensure_vllm_environment(), model=ensure_model("tiny-deepseek"))
     kubernetes = Kubernetes(settings)
     kubernetes.ensure_namespace(servers.NAMESPACE)
-    return Bench(kubernetes=kubernetes, images=images, files=files)
+    return Stage(kubernetes=kubernetes, images=images, files=files)
 
 
-def remove_leftovers(bench: Bench) -> None:
+def remove_leftovers(stage: Stage) -> None:
     """Remove what an earlier demo left, also where its operator does not run any more. Before an upgrade: a daemon that
     is replaced while its pool is deleted would leave its pages to the next pool of that name."""
-    stop_servers(bench.kubernetes, names=SERVERS)
-    if bench.kubernetes.is_known("kvpool"):
-        bench.kubernetes.delete("kvpool", POOL)
+    stop_servers(stage.kubernetes, names=SERVERS)
+    if stage.kubernetes.is_known("kvpool"):
+        stage.kubernetes.delete("kvpool", POOL)
         selector = f"--selector={DAEMON_SELECTOR}={POOL}"
-        bench.kubernetes.kubectl("delete", "daemonsets", selector, f"--namespace={NAMESPACE}", "--wait=true")
-        delete_pool(bench.kubernetes, name=POOL)
+        stage.kubernetes.kubectl("delete", "daemonsets", selector, f"--namespace={NAMESPACE}", "--wait=true")
+        delete_pool(stage.kubernetes, name=POOL)
 
 
-def clean(bench: Bench) -> None:
+def clean(stage: Stage) -> None:
     """Remove the servers, then the pool, and with it the daemon and its pages."""
-    stop_servers(bench.kubernetes, names=SERVERS)
-    delete_pool(bench.kubernetes, name=POOL)
+    stop_servers(stage.kubernetes, names=SERVERS)
+    delete_pool(stage.kubernetes, name=POOL)
 
 
-def run_shared(bench: Bench, prometheus: Prometheus) -> SharedRun:
+def run_shared(stage: Stage, prometheus: Prometheus) -> SharedRun:
     """Two servers on one pool: the second finds what the first stored, also after it was made again."""
-    kubernetes, prompts = bench.kubernetes, demo_prompts()
+    kubernetes, prompts = stage.kubernetes, demo_prompts()
     with step("Making a pool of 256Mi in 2Mi pages"):
         create_pool(kubernetes, pool_manifest(), name=POOL)
     with step("Starting vLLM servers A and B (two ranks each; B by a shell)"):
-        server_a, server_b = start_servers(kubernetes, bench.files, names=SERVERS, pool=POOL)
-        wait_attached(bench, server_a)
-        wait_attached(bench, server_b)
+        server_a, server_b = start_servers(kubernetes, stage.files, names=SERVERS, pool=POOL)
+        wait_attached(stage, server_a)
+        wait_attached(stage, server_b)
     with step("Sending the prompts to A, each twice"):
         cold_a = ask(server_a, prompts)
         wait_stored(prometheus)
@@ -127,10 +127,10 @@ def run_shared(bench: Bench, prometheus: Prometheus) -> SharedRun:
     with step("Deleting B's pod; sending the prompts to its successor"):
         kubernetes.delete("pod", server_b.pod["metadata"]["name"], namespace=servers.NAMESPACE)
         successor = wait_server(kubernetes, name="vllm-b")
-        wait_attached(bench, successor)
+        wait_attached(stage, successor)
         restarted_b = ask(successor, prompts)
     with step("Asking Prometheus"):
-        figures = read_figures(bench, prometheus)
+        figures = read_figures(stage, prometheus)
     return SharedRun(
         cold_a=cold_a,
         warm_a=warm_a,
@@ -143,35 +143,35 @@ def run_shared(bench: Bench, prometheus: Prometheus) -> SharedRun:
     )
 
 
-def run_plain(bench: Bench, prometheus: Prometheus) -> Figures:
+def run_plain(stage: Stage, prometheus: Prometheus) -> Figures:
     """The same prompts to server A on a pool that keeps a part for every rank."""
     with step("Making the pool again with replicatedLayout: Never, for comparison"):
-        clean(bench)
-        create_pool(bench.kubernetes, f"{pool_manifest()}  replicatedLayout: Never\n", name=POOL)
+        clean(stage)
+        create_pool(stage.kubernetes, f"{pool_manifest()}  replicatedLayout: Never\n", name=POOL)
     with step("Starting server A and sending it the prompts"):
-        (server_a,) = start_servers(bench.kubernetes, bench.files, names=["vllm-a"], pool=POOL)
-        wait_attached(bench, server_a)
+        (server_a,) = start_servers(stage.kubernetes, stage.files, names=["vllm-a"], pool=POOL)
+        wait_attached(stage, server_a)
         ask(server_a, demo_prompts())
         wait_stored(prometheus)
-        return read_figures(bench, prometheus)
+        return read_figures(stage, prometheus)
 
 
 def run(
-    settings: ClusterSettings, *, while_shared: Callable[[Bench, Prometheus], None] = lambda _bench, _prometheus: None
+    settings: ClusterSettings, *, while_shared: Callable[[Stage, Prometheus], None] = lambda _stage, _prometheus: None
 ) -> tuple[Summary, SharedRun]:
     """All of it; `while_shared` is called while both servers run. Returns the summary and the answers behind it."""
-    bench = prepare(settings)
+    stage = prepare(settings)
     with step("Removing what an earlier demo left"):
-        remove_leftovers(bench)
+        remove_leftovers(stage)
     with step("Installing the chart"):
-        install_chart(bench.kubernetes, bench.images)
+        install_chart(stage.kubernetes, stage.images)
     free_before = machine.read_hugepages("free")
-    with running_prometheus(bench.kubernetes, OUTPUT / "prometheus") as prometheus:
-        shared = run_shared(bench, prometheus)
-        while_shared(bench, prometheus)
-        plain = run_plain(bench, prometheus)
+    with running_prometheus(stage.kubernetes, OUTPUT / "prometheus") as prometheus:
+        shared = run_shared(stage, prometheus)
+        while_shared(stage, prometheus)
+        plain = run_plain(stage, prometheus)
     with step("Removing the servers and the pool"):
-        clean(bench)
+        clean(stage)
         free_after = wait_pages_free(free_before)
     summary = summarize(shared, plain, free_before=free_before, free_after=free_after)
     summary.write(OUTPUT / "summary.json")
@@ -214,12 +214,12 @@ def ask(server: Server, prompts: list[list[int]]) -> list[Answer]:
     return answers
 
 
-def wait_attached(bench: Bench, server: Server) -> None:
+def wait_attached(stage: Stage, server: Server) -> None:
     """Wait until the region says that the server's engine is attached and which layout its ranks confirmed."""
     uid = server.pod["metadata"]["uid"]
 
     def engines() -> list[dict[str, Any]]:
-        found = read_region(bench.kubernetes, pool=POOL).get("status", {}).get("engines", [])
+        found = read_region(stage.kubernetes, pool=POOL).get("status", {}).get("engines", [])
         return [engine for engine in found if engine["podUID"] == uid and engine.get("confirmedLayout")]
 
     wait_until(
@@ -227,9 +227,9 @@ def wait_attached(bench: Bench, server: Server) -> None:
         lambda: bool(engines()),
         timeout_seconds=30,
         explain=lambda: (
-            f"annotations: {server.pod['metadata'].get('annotations')}\n{bench.kubernetes.log_tail(server.pod)}"
+            f"annotations: {server.pod['metadata'].get('annotations')}\n{stage.kubernetes.log_tail(server.pod)}"
         ),
-        log=bench.kubernetes.settings.logs / "pods",
+        log=stage.kubernetes.settings.logs / "pods",
     )
     (engine,) = engines()
     say(f"    {server.name} is attached: layout {engine['confirmedLayout']} {engine.get('reason', '')}")
@@ -259,7 +259,7 @@ def wait_pages_free(before: int) -> int:
     return machine.read_hugepages("free")
 
 
-def read_figures(bench: Bench, prometheus: Prometheus) -> Figures:
+def read_figures(stage: Stage, prometheus: Prometheus) -> Figures:
     """Read everything from Prometheus but the layouts, which stand in the region's status."""
     prometheus.wait_scraped()
     prometheus.value('count(up{component="operator"} == 1)')
@@ -267,7 +267,7 @@ def read_figures(bench: Bench, prometheus: Prometheus) -> Figures:
         int(labels["rank"]): int(value)
         for labels, value in prometheus.query(f"sum by (rank) (kvoffload_rank_stored_bytes_total{{{NODE}}})")
     }
-    region = read_region(bench.kubernetes, pool=POOL)
+    region = read_region(stage.kubernetes, pool=POOL)
     return Figures(
         capacity_bytes=int(prometheus.value(f"kvoffload_pool_capacity_bytes{{{NODE}}}")),
         used_bytes=int(prometheus.value(f"sum(kvoffload_pool_used_bytes{{{NODE}}})")),

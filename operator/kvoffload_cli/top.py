@@ -26,7 +26,6 @@ from kvoffload_cli.observe import daemon_pod
 from kvoffload_cli.options import Context, Kubeconfig
 from kvoffload_cli.output import make_console, make_table, show_bytes
 
-METRICS_PORT = 9420
 COLUMNS = (
     "NODE",
     "POOL",
@@ -96,7 +95,7 @@ def observe_samples(reader: Reader) -> list[NodeSample]:
 
 def observe_sample(reader: Reader, pod: DaemonPod) -> NodeSample:
     """Read one daemon's metrics."""
-    path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{METRICS_PORT}/proxy/metrics"
+    path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{keys.DAEMON_METRICS_PORT}/proxy/metrics"
     try:
         values = parse_metrics(reader.text(path))
     except (Denied, ClusterUnavailable) as error:

@@ -9,25 +9,25 @@ import pytest
 from e2e.control_plane import control_plane as control_plane
 from e2e.daemon_pod import ContainerView, Roll, roll_under_load, view_containers
 from e2e.user_tools import ToolOutputs, use_tools
+from e2e.zeroing import zero_region_pages
 from hack.cluster.settings import ClusterSettings
 from hack.demo import run as demo
 from hack.demo.installation import install_chart
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import Prometheus
-from hack.demo.run import Bench, SharedRun
+from hack.demo.run import SharedRun, Stage
 from hack.demo.servers import find_server
 from hack.demo.summary import Summary
-from hack.demo.zeroing import zero_region_pages
 
 
 @pytest.fixture(scope="session")
-def bench() -> Bench:
+def bench() -> Stage:
     """The running cluster with our images loaded and vLLM prepared."""
     return demo.prepare(ClusterSettings.from_environment())
 
 
 @pytest.fixture(scope="session")
-def kubernetes(bench: Bench) -> Kubernetes:
+def kubernetes(bench: Stage) -> Kubernetes:
     """kubectl and helm on the cluster."""
     return bench.kubernetes
 
@@ -42,13 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def release_asked_at(bench: Bench) -> float:
+def release_asked_at(bench: Stage) -> float:
     """When this run began to use the chart, seconds since the epoch."""
     return time.time()
 
 
 @pytest.fixture(scope="session")
-def release(bench: Bench, release_asked_at: float) -> Iterator[Bench]:
+def release(bench: Stage, release_asked_at: float) -> Iterator[Stage]:
     """The chart installed; what the tests made is removed at the end."""
     demo.remove_leftovers(bench)
     install_chart(bench.kubernetes, bench.images)
@@ -73,7 +73,7 @@ class DemoResult:
 
 
 @pytest.fixture(scope="session")
-def demo_result(release: Bench) -> DemoResult:
+def demo_result(release: Stage) -> DemoResult:
     """The demo's steps, run once, with the control while both servers run."""
     zeroed_b: list[tuple[int, ...]] = []
     cached: list[int] = []
@@ -81,7 +81,7 @@ def demo_result(release: Bench) -> DemoResult:
     containers: dict[str, ContainerView] = {}
     roll: list[Roll] = []
 
-    def zero_and_ask(bench: Bench, prometheus: Prometheus) -> None:
+    def zero_and_ask(bench: Stage, prometheus: Prometheus) -> None:
         pods = [find_server(bench.kubernetes, name=name).pod["metadata"] for name in ("vllm-a", "vllm-b")]
         try:
             tools.append(use_tools(bench.kubernetes, prometheus, [f"{pod['namespace']}/{pod['name']}" for pod in pods]))

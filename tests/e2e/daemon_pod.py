@@ -16,7 +16,7 @@ from hack.console import wait_until
 from hack.demo import run as demo
 from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE
 from hack.demo.kubernetes import Kubernetes
-from hack.demo.run import POOL, SERVERS, Bench
+from hack.demo.run import POOL, SERVERS, Stage
 from hack.demo.servers import Answer, Server, find_pod_processes, find_server
 
 METRICS_PORT = 9420
@@ -66,7 +66,7 @@ def view_containers(kubernetes: Kubernetes) -> dict[str, ContainerView]:
     return views
 
 
-def roll_under_load(bench: Bench) -> Roll:
+def roll_under_load(bench: Stage) -> Roll:
     """Restart the DaemonSet while server B gets prompts that it has to store; then ask for what was there before."""
     kubernetes, roll, enough = bench.kubernetes, Roll(), threading.Event()
     server = find_server(kubernetes, name="vllm-b")

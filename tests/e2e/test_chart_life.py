@@ -28,7 +28,7 @@ from hack.console import StepError, step, wait_until
 from hack.demo import run as demo
 from hack.demo.installation import DAEMON_SELECTOR, create_pool, delete_pool, install_chart, uninstall_chart
 from hack.demo.kubernetes import Kubernetes, condition_status
-from hack.demo.run import Bench
+from hack.demo.run import Stage
 from hack.demo.servers import NAMESPACE as USERS
 from hack.shell import run
 from kvoffload.api.keys import DAEMON_NODE_LABEL_PREFIX, READY_NODE_LABEL_PREFIX, VOLUME_NAME, daemonset_name
@@ -81,7 +81,7 @@ def previous_chart(folder: Path) -> Path:
     return folder / "charts" / "kvoffload"
 
 
-def make_pod(bench: Bench, name: str) -> dict[str, Any]:
+def make_pod(bench: Stage, name: str) -> dict[str, Any]:
     """A light opted-in pod that serves; returned as the API server holds it."""
     bench.kubernetes.apply(
         light_pod(name, pool=POOL, image=bench.images.python, annotations={"kvoffload.io/container": "main"})
@@ -206,7 +206,7 @@ def give_certificate(kubernetes: Kubernetes, release: Release) -> tuple[str, ...
 
 
 @pytest.fixture
-def bare(bench: Bench) -> Iterator[Bench]:
+def bare(bench: Stage) -> Iterator[Stage]:
     """The cluster without anything of ours, not even the CRDs; also afterwards."""
 
     kubernetes = bench.kubernetes
@@ -232,7 +232,7 @@ def bare(bench: Bench) -> Iterator[Bench]:
 
 
 def test_a_pool_and_its_pods_live_through_the_chart_s_whole_life_and_nothing_is_left_at_its_end(
-    bare: Bench, tmp_path: Path
+    bare: Stage, tmp_path: Path
 ) -> None:
     kubernetes, images = bare.kubernetes, bare.images
     first = {"release": FIRST.release, "namespace": FIRST.namespace}

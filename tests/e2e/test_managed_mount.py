@@ -10,7 +10,7 @@ from hack.cluster import machine
 from hack.console import wait_until
 from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool
 from hack.demo.kubernetes import Kubernetes
-from hack.demo.run import Bench
+from hack.demo.run import Stage
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -31,7 +31,7 @@ def mounted() -> list[str]:
 
 
 @pytest.fixture
-def kubernetes(release: Bench) -> Iterator[Kubernetes]:
+def kubernetes(release: Stage) -> Iterator[Kubernetes]:
     yield release.kubernetes
     delete_pool(release.kubernetes, name=NAME)
     if mounted():

@@ -20,8 +20,8 @@ from e2e.control_plane import NAMESPACE, ControlPlane, install_chart
 from e2e.control_plane import wait_until as wait_up_to
 from kvoffload.api.region import region_name
 from kvoffload.errors import KVOffloadError
-from kvoffload.protocol.client import attach_pod
 from kvoffload.protocol.messages import AttachPod
+from kvoffload_node.attach.handoff import Handoff
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +93,7 @@ class NodeDaemon:
         self.folder = Path(tempfile.mkdtemp(prefix="kvo-napi-"))
         self.kubeconfig = plane.write_kubeconfig(f"node-{pool}", token or node_token(plane, NODE), url=url)
         self.process: subprocess.Popen[bytes] | None = None
-        self.sockets: list[socket.socket] = []
+        self.attacher = Handoff(self.folder / "attach.sock")
 
     @property
     def name(self) -> str:
@@ -140,7 +140,8 @@ class NodeDaemon:
         def handed_over() -> bool:
             with contextlib.suppress(KVOffloadError):
                 request = AttachPod(uid, "default", uid, "replicated")
-                self.sockets.append(attach_pod(str(self.folder / "attach.sock"), request, listening))
+                self.attacher.ensure_connected()
+                self.attacher.attach(request, listening)
                 return True
             return False
 
@@ -177,8 +178,7 @@ def start(plane: ControlPlane) -> Iterator[Callable[..., NodeDaemon]]:
         if daemon.process is not None:
             daemon.process.kill()
             daemon.process.wait()
-        for sock in daemon.sockets:
-            sock.close()
+        daemon.attacher.close()
         plane.kubectl("delete", "kvregion", daemon.name, "--ignore-not-found")
         plane.kubectl("delete", "daemonset", "-n", NAMESPACE, f"kvoffload-{daemon.pool}", "--ignore-not-found")
         shutil.rmtree(daemon.files, ignore_errors=True)

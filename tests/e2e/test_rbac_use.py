@@ -16,7 +16,7 @@ from e2e.rbac_use import (
     read_events,
 )
 from hack.demo.installation import NAMESPACE
-from hack.demo.run import Bench
+from hack.demo.run import Stage
 from kvoffload.api.keys import GROUP, REGION_PLURAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.runs_last]
@@ -37,7 +37,7 @@ SIBLINGS = {path.name for path in Path(__file__).parent.glob("test_*.py") if "py
 
 
 @pytest.fixture(scope="module")
-def events(release: Bench, release_asked_at: float) -> list[Event]:
+def events(release: Stage, release_asked_at: float) -> list[Event]:
     """What our service accounts asked the API server for in this run."""
     found = read_events(release.kubernetes.settings.audit_log, namespace=NAMESPACE, since=release_asked_at)
     assert found, f"{release.kubernetes.settings.audit_log} has requests of ours"

@@ -32,6 +32,26 @@ class ApiModel(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
+class ApiObject(ApiModel):
+    """What the API server keeps, as far as we look at it; `spec` and `status` are the kind's own."""
+
+    name: str
+    uid: str = ""
+    generation: int = 0
+    deleting: bool = False
+
+
+def read_metadata(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `ApiObject` in an object as the API server sends it."""
+    metadata = manifest["metadata"]
+    return {
+        "name": metadata["name"],
+        "uid": metadata.get("uid", ""),
+        "generation": metadata.get("generation", 0),
+        "deleting": "deletionTimestamp" in metadata,
+    }
+
+
 def _quantity(value: Any) -> Any:
     if isinstance(value, str | int | float):
         try:

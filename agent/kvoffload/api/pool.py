@@ -14,6 +14,7 @@ from kvoffload.api.conditions import MAX_CONDITIONS, Condition
 from kvoffload.api.model import (
     DNS_LABEL_PATTERN,
     ApiModel,
+    ApiObject,
     ByteCount,
     Count,
     LabelKey,
@@ -21,6 +22,7 @@ from kvoffload.api.model import (
     NamespaceName,
     NodeName,
     Quantity,
+    read_metadata,
 )
 
 MAX_POOL_NAME_LENGTH = 40
@@ -367,13 +369,9 @@ class KVOffloadPoolStatus(ApiModel):
     engines: EngineCounts = Field(default=EngineCounts(), description="engines counts the engines attached.")
 
 
-class KVOffloadPool(ApiModel):
+class KVOffloadPool(ApiObject):
     """KVOffloadPool gives part of the huge pages of each matching node to the KV caches of vLLM pods."""
 
-    name: str
-    uid: str = ""
-    generation: int = 0
-    deleting: bool = False
     spec: KVOffloadPoolSpec
     status: KVOffloadPoolStatus = KVOffloadPoolStatus()
 
@@ -384,12 +382,8 @@ class KVOffloadPool(ApiModel):
         Raises:
             pydantic.ValidationError: the spec lacks a field or holds a value that this version does not know.
         """
-        metadata = manifest["metadata"]
         return cls(
-            name=metadata["name"],
-            uid=metadata.get("uid", ""),
-            generation=metadata.get("generation", 0),
-            deleting="deletionTimestamp" in metadata,
+            **read_metadata(manifest),
             spec=KVOffloadPoolSpec.model_validate(manifest.get("spec", {})),
             status=KVOffloadPoolStatus.model_validate(manifest.get("status") or {}),
         )

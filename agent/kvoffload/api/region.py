@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from kvoffload.api.conditions import MAX_CONDITIONS, Condition
-from kvoffload.api.model import ApiModel, ByteCount, Count, NamespaceName, NodeName
+from kvoffload.api.model import ApiModel, ApiObject, ByteCount, Count, NamespaceName, NodeName, read_metadata
 from kvoffload.api.pool import (
     MAX_QUOTAS,
     EvictionPolicy,
@@ -166,13 +166,9 @@ class KVOffloadRegionStatus(ApiModel):
     engines_replicated: Count = Field(default=0, description="enginesReplicated of them keep one copy for all ranks.")
 
 
-class KVOffloadRegion(ApiModel):
+class KVOffloadRegion(ApiObject):
     """KVOffloadRegion is one pool's memory on one node; made by the operator, reported on by the node daemon."""
 
-    name: str
-    uid: str = ""
-    generation: int = 0
-    deleting: bool = False
     spec: KVOffloadRegionSpec
     status: KVOffloadRegionStatus = KVOffloadRegionStatus()
 
@@ -183,12 +179,8 @@ class KVOffloadRegion(ApiModel):
         Raises:
             pydantic.ValidationError: the spec lacks a field or holds a value that this version does not know.
         """
-        metadata = manifest["metadata"]
         return cls(
-            name=metadata["name"],
-            uid=metadata.get("uid", ""),
-            generation=metadata.get("generation", 0),
-            deleting="deletionTimestamp" in metadata,
+            **read_metadata(manifest),
             spec=KVOffloadRegionSpec.model_validate(manifest.get("spec", {})),
             status=KVOffloadRegionStatus.model_validate(manifest.get("status") or {}),
         )

@@ -24,8 +24,6 @@ import msgspec
 from kvoffload.errors import DaemonUnavailable, ProtocolError, RefusalReason, SessionRefused
 from kvoffload.protocol.framing import FrameReader, pack_frame, receive_with_descriptors, send_frame
 from kvoffload.protocol.messages import (
-    Attached,
-    AttachPod,
     FromDaemon,
     Hello,
     Message,
@@ -335,37 +333,6 @@ class Connector:
         if line != self._last_event:
             self._last_event = line
             self._on_event(line)
-
-
-def attach_pod(path: str, request: AttachPod, listening: socket.socket, timeout_seconds: float = 5.0) -> socket.socket:
-    """As the attacher does: hand a pod's listening socket to the daemon. Returns the connection, which detaches on
-    close.
-
-    Raises DaemonUnavailable, SessionRefused, ProtocolError.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        sock.settimeout(timeout_seconds)
-        sock.connect(path)
-        send_frame(sock, _encoder.encode(request), [listening.fileno()])
-        reader = FrameReader()
-        while (payload := reader.next_frame()) is None:
-            data = sock.recv(_RECEIVE_BYTES)
-            if not data:
-                raise DaemonUnavailable(f"the daemon at {path} closed the connection before its answer")
-            reader.feed(data)
-        answer = decode_from_daemon(payload)
-        if isinstance(answer, Refused):
-            raise SessionRefused(refusal_reason(answer.reason), answer.message)
-        if not isinstance(answer, Attached):
-            raise ProtocolError(f"the daemon answered an attach with {type(answer).__name__}")
-        return sock
-    except OSError as error:
-        sock.close()
-        raise DaemonUnavailable(f"no daemon at {path}: {error}") from error
-    except BaseException:
-        sock.close()
-        raise
 
 
 def refusal_reason(text: str) -> RefusalReason:

@@ -135,11 +135,8 @@ class Region:
     def take_spec(self, spec: KVOffloadRegionSpec) -> None:
         """Mode, quotas, engine limit and layout change at once; another capacity or page size needs a restart."""
         self.spec = spec
-        quotas = {quota.namespace: quota for quota in spec.quotas}
         for account in self.accounts:
-            quota = quotas.get(account.namespace)
-            account.guaranteed_bytes = quota.guaranteed_bytes if quota else 0
-            account.limit_bytes = quota.limit_bytes if quota else UNLIMITED_BYTES
+            self._set_quota(account)
 
     def check_serving(self) -> None:
         """Raise SessionRefused unless engines may attach now."""
@@ -323,12 +320,15 @@ class Region:
         return plan_node(self.spec.numa_policy, nodes, num_extents, self.extent_bytes // self.mount.page_bytes)
 
     def _add_account(self, namespace: str) -> Account:
-        quota = next((quota for quota in self.spec.quotas if quota.namespace == namespace), None)
         account = Account(len(self.accounts), namespace)
-        account.guaranteed_bytes = quota.guaranteed_bytes if quota else 0
-        account.limit_bytes = quota.limit_bytes if quota else UNLIMITED_BYTES
+        self._set_quota(account)
         self.accounts.append(account)
         return account
+
+    def _set_quota(self, account: Account) -> None:
+        quota = next((quota for quota in self.spec.quotas if quota.namespace == account.namespace), None)
+        account.guaranteed_bytes = quota.guaranteed_bytes if quota else 0
+        account.limit_bytes = quota.limit_bytes if quota else UNLIMITED_BYTES
 
     def _region_path(self, tenant: str) -> Path:
         return self.folder / f"tenant-{_digest(tenant)}.region"

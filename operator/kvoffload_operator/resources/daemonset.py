@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.api.keys import (
+    DAEMON_METRICS_PORT,
     DAEMON_NODE_LABEL_VALUE,
     DAEMON_OF_LABEL,
     daemon_node_label,
@@ -23,7 +24,6 @@ Manifest = dict[str, Any]
 SPEC_HASH_ANNOTATION = "kvoffload.io/spec-hash"
 """Digest of what was applied: equal means that nothing needs to be written."""
 
-METRICS_PORT = 9420
 ATTACHER_PORT = 9421
 STATE_ROOT = "/var/lib/kvoffload/pools"
 MANAGED_MOUNT_ROOT = "/var/lib/kvoffload/mounts"
@@ -141,7 +141,7 @@ def _pod_spec(pool: str, spec: KVOffloadPoolSpec, *, capacity_bytes: int, option
                 "imagePullPolicy": options.image_pull_policy,
                 "args": ["daemon"],
                 "env": environment,
-                "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
+                "ports": [{"name": "metrics", "containerPort": DAEMON_METRICS_PORT, "protocol": "TCP"}],
                 "resources": daemon_resources,
                 "securityContext": _hardened(),
                 "volumeMounts": [
@@ -153,10 +153,10 @@ def _pod_spec(pool: str, spec: KVOffloadPoolSpec, *, capacity_bytes: int, option
                     {"name": "state", "mountPath": "/state"},
                     {"name": "handoff", "mountPath": "/handoff"},
                 ],
-                "readinessProbe": _probe("/readyz", METRICS_PORT, period=5, failures=3),
+                "readinessProbe": _probe("/readyz", DAEMON_METRICS_PORT, period=5, failures=3),
                 # long: a daemon that is busy reserving pages, or whose journal is being read, is alive
-                "livenessProbe": _probe("/healthz", METRICS_PORT, period=10, failures=6),
-                "startupProbe": _probe("/healthz", METRICS_PORT, period=2, failures=150),
+                "livenessProbe": _probe("/healthz", DAEMON_METRICS_PORT, period=10, failures=6),
+                "startupProbe": _probe("/healthz", DAEMON_METRICS_PORT, period=2, failures=150),
                 "terminationMessagePolicy": "FallbackToLogsOnError",
             },
             {
