@@ -50,7 +50,8 @@ lint: $(SYNCED) ## style, types, import contracts
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/mypy -p hack
+	.venv/bin/mypy -p hack -p bench
+	MYPYPATH=tests .venv/bin/mypy -p e2e
 	.venv/bin/lint-imports
 
 test-unit: $(SYNCED) ## unit, property and concurrency tests (2 to 3 minutes)

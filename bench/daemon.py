@@ -180,10 +180,10 @@ def _measure_copies(folder: Path) -> list[Row]:
             first.workers[0].send(Seal(reserved.epoch, reserved.offsets))
             stores.append(time.perf_counter() - begun)
             begun = time.perf_counter()
-            offsets = _wait_found(second, keys)
-            for i, offset in enumerate(np.frombuffer(offsets, np.int64)):
+            found = _wait_found(second, keys)
+            for i, offset in enumerate(np.frombuffer(found, np.int64)):
                 target[i * _PIECE_BYTES : (i + 1) * _PIECE_BYTES] = views[1][offset : offset + _PIECE_BYTES]
-            second.scheduler.send(Unpin(offsets))
+            second.scheduler.send(Unpin(found))
             loads.append(time.perf_counter() - begun)
             assert np.array_equal(source, target)
         first.close()

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -32,7 +33,8 @@ class Ours:
     """Our manager with a daemon, and a worker that only seals."""
 
     def __init__(self, socket_path: str) -> None:
-        common = {"protocol_min": 1, "protocol_max": 1, "engine_id": "bench", "world_size": 1, "identity": b"b" * 32}
+        common: dict[str, Any] = {"protocol_min": 1, "protocol_max": 1, "engine_id": "bench", "world_size": 1}
+        common["identity"] = b"b" * 32
         worker = Hello(role="worker", rank=0, part="all", part_bytes=PART_BYTES, **common)
         self.worker = Session.connect(socket_path, worker)
         self.worker.send(Mapped())
@@ -105,7 +107,7 @@ def measure(side: Any) -> dict[str, list[float]]:
         output = timed(figures["store"], store)
         side.stored(output)
         stored = output.keys_to_store if output is not None else []
-        timed(figures["store"], lambda stored=stored, context=context: manager.complete_store(stored, context))
+        timed(figures["store"], partial(manager.complete_store, stored, context))
         figures["store"][-2:] = [sum(figures["store"][-2:])]
         manager.on_request_finished(context)
         time.sleep(0.01)  # the next request comes when the daemon has slots again, as it does in an engine's step

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 BATCH = 256
 NUM_CHUNKS = 8192
@@ -18,7 +19,7 @@ def main() -> None:
     manager = CPUOffloadingManager(num_chunks=NUM_CHUNKS)
     made = 0
 
-    def new_keys() -> list:
+    def new_keys() -> list[Any]:
         nonlocal made
         made += BATCH
         return [make_offload_key(number.to_bytes(32, "little"), 0) for number in range(made - BATCH, made)]
@@ -28,7 +29,7 @@ def main() -> None:
         manager.on_new_request(request)
         return request
 
-    def store(keys: list) -> None:
+    def store(keys: list[Any]) -> None:
         request = context()
         manager.prepare_store(keys, request)
         manager.complete_store(keys, request)

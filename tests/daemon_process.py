@@ -123,8 +123,7 @@ class DaemonProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for _, listening in self._listening.values():
-            listening.close()
+        self.pods_are_gone()
         shutil.rmtree(self.mount / f"kvoffload-{self.pool}", ignore_errors=True)
 
     def write_spec(self, **changes: Any) -> None:
@@ -253,7 +252,7 @@ class TestEngine:
         key_bytes: int = 32,
         process: bytes = b"",
     ) -> None:
-        common = {"protocol_min": 1, "protocol_max": 1, "engine_id": engine_id, "world_size": ranks}
+        common: dict[str, Any] = {"protocol_min": 1, "protocol_max": 1, "engine_id": engine_id, "world_size": ranks}
         self.workers = [
             connect(
                 path,

@@ -16,7 +16,7 @@ from hack.demo.installation import install_chart
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import Prometheus
 from hack.demo.run import SharedRun, Stage
-from hack.demo.servers import find_server
+from hack.demo.servers import demo_prompts, find_server
 from hack.demo.summary import Summary
 
 
@@ -90,7 +90,7 @@ def demo_result(release: Stage) -> DemoResult:
         containers.update(view_containers(bench.kubernetes))
         roll.append(roll_under_load(bench))
         zero_region_pages(demo.POOL)
-        for answer in demo.ask(find_server(bench.kubernetes, name="vllm-b"), demo.demo_prompts()):
+        for answer in demo.ask(find_server(bench.kubernetes, name="vllm-b"), demo_prompts()):
             zeroed_b.append(answer.text_tokens)
             cached.append(answer.cached_tokens)
 

@@ -17,9 +17,9 @@ from hack.demo import run as demo
 from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.run import POOL, SERVERS, Stage
-from hack.demo.servers import Answer, Server, find_pod_processes, find_server
+from hack.demo.servers import Answer, Server, demo_prompts, find_pod_processes, find_server
+from kvoffload.api.keys import DAEMON_METRICS_PORT
 
-METRICS_PORT = 9420
 ROLL_SECONDS = 120
 ATTACH_SECONDS = 30
 
@@ -89,7 +89,7 @@ def roll_under_load(bench: Stage) -> Roll:
         enough.set()
         load.join()
     hits_before = read_metric(pod, 'kvoffload_lookups_total{result="hit"}')
-    roll.warm_after = demo.ask(server, demo.demo_prompts())
+    roll.warm_after = demo.ask(server, demo_prompts())
     roll.hits_after = read_metric(pod, 'kvoffload_lookups_total{result="hit"}') - hits_before
     roll.ready_after = read_metric(pod, 'kvoffload_slots{state="ready"}')
     return roll
@@ -97,7 +97,7 @@ def roll_under_load(bench: Stage) -> Roll:
 
 def read_metric(pod: dict[str, Any], sample: str) -> float:
     """One sample of the daemon's /metrics, by its name with labels; 0 where it has none."""
-    with urllib.request.urlopen(f"http://{pod['status']['podIP']}:{METRICS_PORT}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{pod['status']['podIP']}:{DAEMON_METRICS_PORT}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == sample), 0.0)
 

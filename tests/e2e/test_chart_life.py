@@ -69,7 +69,7 @@ SECOND = Release("afterlife", "afterlife-system")
 
 def previous_chart(folder: Path) -> Path:
     """The chart of the release before this commit; without one, as it was before the last commit that changed it."""
-    git = ["git", "-C", REPOSITORY]
+    git: list[str | Path] = ["git", "-C", REPOSITORY]
     parts = [f"charts/kvoffload/{part}" for part in ("Chart.yaml", "values.yaml", "templates", "crds")]
     try:
         tag = run([*git, "describe", "--tags", "--abbrev=0", "--match=v*", "HEAD^"], accepted_statuses=(0, 128)).strip()
@@ -235,8 +235,8 @@ def test_a_pool_and_its_pods_live_through_the_chart_s_whole_life_and_nothing_is_
     bare: Stage, tmp_path: Path
 ) -> None:
     kubernetes, images = bare.kubernetes, bare.images
-    first = {"release": FIRST.release, "namespace": FIRST.namespace}
-    second = {"release": SECOND.release, "namespace": SECOND.namespace}
+    first: dict[str, Any] = {"release": FIRST.release, "namespace": FIRST.namespace}
+    second: dict[str, Any] = {"release": SECOND.release, "namespace": SECOND.namespace}
     free_before = machine.read_hugepages("free")
 
     with step("Installing the chart as it was before"):

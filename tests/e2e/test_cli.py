@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from hack.console import wait_until
 from hack.demo.installation import CHART, NAMESPACE, delete_pool
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import running_prometheus
-from hack.demo.run import POOL
+from hack.demo.run import POOL, Stage
 from hack.vllm.models import ensure_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
@@ -117,7 +118,7 @@ def test_planned_bytes_are_those_of_the_running_engine(tools: ToolOutputs, demo_
 
 
 @pytest.fixture
-def troubled(release) -> Kubernetes:
+def troubled(release: Stage) -> Iterator[Kubernetes]:
     """A pool that no node can hold, one that no node matches, and a pod that names a pool that nobody made."""
     kubernetes = release.kubernetes
     for manifest in (TOO_LARGE, NOWHERE, STRAY_POD):
@@ -161,7 +162,7 @@ def test_alerts_on_short_nodes_and_unready_pools_would_fire(troubled: Kubernetes
         for alert in ("KVOffloadNodesShortOfPages", "KVOffloadPoolNotReady"):
             wait_until(
                 f"{alert} to have a reason",
-                lambda expression=rules[alert]: "too-large" in pools_of(prometheus.query(expression)),
+                lambda expression=rules[alert]: "too-large" in pools_of(prometheus.query(expression)),  # type: ignore[misc]
                 timeout_seconds=90,
                 explain=lambda: f"node counts: {prometheus.query('kvoffload_operator_pool_nodes')}",
             )
@@ -172,7 +173,7 @@ def pools_of(samples: list[tuple[dict[str, str], float]]) -> set[str]:
 
 
 @pytest.fixture
-def outdated_crd(release) -> Kubernetes:
+def outdated_crd(release: Stage) -> Iterator[Kubernetes]:
     """The pool's CRD without one field, as an older release leaves it behind."""
     kubernetes = release.kubernetes
     field = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/numaPolicy"
@@ -191,7 +192,7 @@ def test_doctor_names_the_fields_that_an_older_crd_lacks(outdated_crd: Kubernete
 
 
 @pytest.fixture
-def no_webhook(release) -> Kubernetes:
+def no_webhook(release: Stage) -> Iterator[Kubernetes]:
     """The webhook's Deployment at no replica."""
     kubernetes = release.kubernetes
     in_namespace = f"--namespace={NAMESPACE}"

@@ -44,8 +44,8 @@ def own_cluster(bench):
 
 def test_a_killed_program_is_started_again_the_rest_is_left_alone_and_down_gives_all_back(own_cluster):
     names = (*lifecycle.CONTROL_PLANE, *lifecycle.NODE)
-    running = {name: processes.find_running(name, SETTINGS) for name in names}
-    assert None not in running.values()
+    running = {name: pid for name in names if (pid := processes.find_running(name, SETTINGS)) is not None}
+    assert list(running) == list(names)
     lifecycle.up(SETTINGS)
     assert {name: processes.find_running(name, SETTINGS) for name in names} == running
     os.kill(running["kubelet"], signal.SIGKILL)
@@ -53,7 +53,8 @@ def test_a_killed_program_is_started_again_the_rest_is_left_alone_and_down_gives
     while processes.find_running("kubelet", SETTINGS) is not None:
         assert time.monotonic() < deadline
     lifecycle.up(SETTINGS)
-    mended = {name: processes.find_running(name, SETTINGS) for name in names}
+    mended = {name: pid for name in names if (pid := processes.find_running(name, SETTINGS)) is not None}
+    assert list(mended) == list(names)
     assert {name for name in names if mended[name] != running[name]} == {"kubelet"}
     pages = machine.read_hugepages("nr")
     lifecycle.down(SETTINGS)

@@ -1,5 +1,6 @@
 """The examples against the real API server, and their pods through the real webhook."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from fixtures.examples import CRDS, EXAMPLES, example_files, objects_in, pods_of
 from hack.demo.installation import delete_pool
 from hack.demo.kubernetes import Kubernetes
+from hack.demo.run import Stage
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -16,7 +18,7 @@ STUBS = ["leaderworkerset.yaml", "inferenceservice.yaml"]
 
 
 @pytest.fixture(scope="module")
-def cluster(release) -> Kubernetes:
+def cluster(release: Stage) -> Iterator[Kubernetes]:
     """The cluster with the stubs of LeaderWorkerSet and InferenceService, and the examples' namespaces and pools."""
     kubernetes = release.kubernetes
     names = [yaml.safe_load((CRDS / stub).read_text())["metadata"]["name"] for stub in STUBS]

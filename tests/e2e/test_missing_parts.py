@@ -1,6 +1,7 @@
 """An opted-in pod starts and serves when the webhook, the pool, the pages or the daemon are missing."""
 
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def opted_in_pod(release):
     """Makes a light opted-in pod that must become Ready and serve; returns it as the API server holds it."""
     made = []
 
-    def make(name: str, *, pool: str) -> dict:
+    def make(name: str, *, pool: str) -> dict[str, Any]:
         made.append(name)
         release.kubernetes.apply(light_pod(name, pool=pool, image=release.images.python))
         pod = release.kubernetes.wait_ready_pod(namespace="demo", selector=f"app={name}", timeout_seconds=60)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,7 @@ def test_a_replica_that_goes_in_order_loses_no_injection(control_plane: ControlP
             replicas[index].process.terminate()
             await asyncio.to_thread(replicas[index].process.wait, 30)
             replicas[index] = start_replica(control_plane, name)
-            await asyncio.to_thread(wait_until, lambda index=index: is_serving(replicas[index]), f"{name} to serve")
+            await asyncio.to_thread(wait_until, partial(is_serving, replicas[index]), f"{name} to serve")
             await asyncio.to_thread(publish, control_plane, name, replicas[index])
             await asyncio.sleep(1)  # the API server's watch of endpoints
         until.set()
