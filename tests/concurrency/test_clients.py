@@ -50,7 +50,7 @@ def test_a_client_that_never_reads_is_held_back_and_harms_nobody(folder: Path) -
         for _ in range(50):
             begun = time.monotonic()
             good.scheduler.send(Reserve(1, 1))
-            good.scheduler.wait_for(Reserved, 5)
+            good.scheduler.wait_for(Reserved, 30)
             assert time.monotonic() - begun < 1
         assert _resident_bytes(daemon.process.pid) < 200 << 20
         good.close()
@@ -117,7 +117,7 @@ def test_what_a_pod_can_make_the_daemon_hold_is_bounded_and_another_pod_is_serve
         for session in sessions:
             hold_unfinished_frame(session._sock)
         good.scheduler.send(Reserve(1, 1))
-        good.scheduler.wait_for(Reserved, 5)
+        good.scheduler.wait_for(Reserved, 30)
         assert 0 < value(daemon, "kvoffload_session_held_bytes") <= 32 << 20
         ended = value(daemon, 'kvoffload_sessions_closed_total{reason="TooManyBytes"}')
         assert ended > len(sessions) // 2
@@ -131,7 +131,7 @@ def test_what_a_pod_can_make_the_daemon_hold_is_bounded_and_another_pod_is_serve
             for session in (*engine.workers, engine.scheduler):
                 ask_without_reading(session._sock)
         good.scheduler.send(Reserve(1, 1))
-        good.scheduler.wait_for(Reserved, 5)
+        good.scheduler.wait_for(Reserved, 30)
         assert value(daemon, "kvoffload_session_held_bytes") > 0
         assert _peak_bytes(daemon.process.pid) < before + allowed
         for engine in (good, *engines):
