@@ -68,11 +68,12 @@ class Settings(BaseSettings):
     )
 
     webhook_port: Port = Field(default=9443, description="Port of the admission server.")
-    webhook_service: str = Field(default="kvoffload-webhook", description="Service before the webhook's pods.")
-    webhook_deployment: str = Field(default="kvoffload-webhook", description="Deployment of the webhook.")
-    webhook_configuration: str = Field(
-        default="kvoffload-webhook", description="Name of the MutatingWebhookConfiguration and the validating one."
+    webhook_name: str = Field(
+        default="kvoffload-webhook",
+        description="Name of the webhook's Service for pools and of its ValidatingWebhookConfiguration; each replica's "
+        "Deployment, Service and MutatingWebhookConfiguration are NAME-0, NAME-1 and so on.",
     )
+    webhook_replicas: Annotated[int, Field(ge=0, le=3)] = Field(default=2, description="Replicas of the webhook.")
     certificate_mode: CertificateMode = Field(
         default=CertificateMode.SELF, description="self, cert-manager or provided."
     )

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from kvoffload.api.conditions import PoolReason
 from kvoffload_operator import metrics
-from kvoffload_operator.kube import DEPLOYMENTS, MUTATING_WEBHOOKS, KubeClient
+from kvoffload_operator.kube import DEPLOYMENTS, MUTATING_WEBHOOKS, VALIDATING_WEBHOOKS, KubeClient
 from kvoffload_operator.settings import CertificateMode, Settings
 from kvoffload_operator.status import InjectionHealth
 from kvoffload_operator.webhook.certificates import ensure_certificates
@@ -18,10 +18,18 @@ logger = logging.getLogger(__name__)
 CHECK_SECONDS = 10.0
 
 
+def replica_names(settings: Settings) -> tuple[str, ...]:
+    """Of each replica: its Deployment, Service and MutatingWebhookConfiguration."""
+    return tuple(f"{settings.webhook_name}-{replica}" for replica in range(settings.webhook_replicas))
+
+
 def service_names(settings: Settings) -> tuple[str, ...]:
-    """DNS names by which the API server calls the webhook."""
-    service, namespace = settings.webhook_service, settings.namespace
-    return (f"{service}.{namespace}.svc", f"{service}.{namespace}", f"{service}.{namespace}.svc.cluster.local")
+    """DNS names by which the API server calls the webhook: any replica about pools, each one about pods."""
+    return tuple(
+        f"{service}.{settings.namespace}{suffix}"
+        for service in (settings.webhook_name, *replica_names(settings))
+        for suffix in (".svc", "", ".svc.cluster.local")
+    )
 
 
 async def look_after_webhook(
@@ -35,7 +43,10 @@ async def look_after_webhook(
             namespace=settings.namespace,
             secret=settings.certificate_secret,
             dns_names=service_names(settings),
-            configuration=settings.webhook_configuration,
+            configurations=(
+                (VALIDATING_WEBHOOKS, settings.webhook_name),
+                *((MUTATING_WEBHOOKS, name) for name in replica_names(settings)),
+            ),
             owner=owner,
             lifetime=timedelta(days=settings.certificate_days),
             now=now,
@@ -46,27 +57,42 @@ async def look_after_webhook(
 
 
 async def observe_injection(kube: KubeClient, settings: Settings) -> InjectionHealth:
-    """Whether a pod that is created now would be injected."""
-    configuration = await kube.get(MUTATING_WEBHOOKS, settings.webhook_configuration)
+    """Whether a pod that is created now would be injected: one replica that can be called is enough."""
+    names = replica_names(settings)
+    ailments = [ailment for name in names if (ailment := await _replica_ailment(kube, settings, name)) is not None]
+    if len(ailments) < len(names):
+        return InjectionHealth(
+            PoolReason.WEBHOOK_SERVING, f"{len(names) - len(ailments)} of {len(names)} replicas answer"
+        )
+    if not ailments:
+        return InjectionHealth(
+            PoolReason.WEBHOOK_UNAVAILABLE,
+            "the chart's webhook.replicas is 0: new pods start without offload; set it to 2",
+        )
+    return ailments[0]
+
+
+async def _replica_ailment(kube: KubeClient, settings: Settings, name: str) -> InjectionHealth | None:
+    """Why the API server cannot have a pod injected by that replica."""
+    configuration = await kube.get(MUTATING_WEBHOOKS, name)
     if configuration is None:
         return InjectionHealth(
             PoolReason.WEBHOOK_UNAVAILABLE,
-            f"MutatingWebhookConfiguration {settings.webhook_configuration} is gone: new pods start without offload; "
-            "`helm upgrade` makes it again",
+            f"MutatingWebhookConfiguration {name} is gone: new pods start without offload; `helm upgrade` makes it "
+            "again",
         )
     if any(not webhook["clientConfig"].get("caBundle") for webhook in configuration["webhooks"]):
         return InjectionHealth(
             PoolReason.CERTIFICATE_MISSING,
-            f"MutatingWebhookConfiguration {settings.webhook_configuration} has no caBundle: new pods start without "
-            f"offload; certificates are {settings.certificate_mode}",
+            f"MutatingWebhookConfiguration {name} has no caBundle: new pods start without offload; certificates are "
+            f"{settings.certificate_mode}",
         )
-    deployment = await kube.get(DEPLOYMENTS, settings.webhook_deployment, settings.namespace)
+    deployment = await kube.get(DEPLOYMENTS, name, settings.namespace)
     status = (deployment or {}).get("status", {})
-    available = status.get("availableReplicas", 0)
-    if not available:
+    if not status.get("availableReplicas", 0):
         return InjectionHealth(
             PoolReason.WEBHOOK_UNAVAILABLE,
-            f"0 of {status.get('replicas', 0)} replicas of {settings.namespace}/{settings.webhook_deployment} are "
-            "available: new pods start without offload",
+            f"0 of {status.get('replicas', 0)} replicas of {settings.namespace}/{name} are available: new pods start "
+            "without offload",
         )
-    return InjectionHealth(PoolReason.WEBHOOK_SERVING, f"{available} replicas answer")
+    return None

@@ -58,7 +58,7 @@ def test_every_object_carries_the_recommended_labels(objects: list[dict[str, Any
 @pytest.mark.parametrize("mode", MODES)
 def test_pods_run_as_nobody_with_nothing_to_write_to(helm: str, mode: str) -> None:
     deployments = of_kind(render(helm, *MODES[mode]), "Deployment")
-    assert set(deployments) == {"kvoffload-operator", "kvoffload-webhook"}
+    assert set(deployments) == {"kvoffload-operator", "kvoffload-webhook-0", "kvoffload-webhook-1"}
     for deployment in deployments.values():
         pod = deployment["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -114,17 +114,19 @@ def test_no_secret_can_be_touched_where_certificates_are_not_ours(helm: str) -> 
 
 
 def test_the_webhook_can_hold_up_nobody(objects: list[dict[str, Any]]) -> None:
-    (configuration,) = of_kind(objects, "MutatingWebhookConfiguration").values()
-    (webhook,) = configuration["webhooks"]
-    assert webhook["failurePolicy"] == "Ignore"
-    assert webhook["sideEffects"] == "None"
-    assert webhook["timeoutSeconds"] == 2
-    assert webhook["objectSelector"]["matchExpressions"] == [{"key": "kvoffload.io/pool", "operator": "Exists"}]
-    (excluded,) = webhook["namespaceSelector"]["matchExpressions"]
-    assert excluded["operator"] == "NotIn"
-    assert set(excluded["values"]) == {"kube-system", NAMESPACE}
-    assert webhook["rules"][0]["operations"] == ["CREATE"]
-    assert "caBundle" not in webhook["clientConfig"], "the leader's"
+    configurations = of_kind(objects, "MutatingWebhookConfiguration")
+    assert set(configurations) == {"kvoffload-webhook-0", "kvoffload-webhook-1"}
+    for configuration in configurations.values():
+        (webhook,) = configuration["webhooks"]
+        assert webhook["failurePolicy"] == "Ignore"
+        assert webhook["sideEffects"] == "None"
+        assert webhook["timeoutSeconds"] == 2
+        assert webhook["objectSelector"]["matchExpressions"] == [{"key": "kvoffload.io/pool", "operator": "Exists"}]
+        (excluded,) = webhook["namespaceSelector"]["matchExpressions"]
+        assert excluded["operator"] == "NotIn"
+        assert set(excluded["values"]) == {"kube-system", NAMESPACE}
+        assert webhook["rules"][0]["operations"] == ["CREATE"]
+        assert "caBundle" not in webhook["clientConfig"], "the leader's"
     (validating,) = of_kind(objects, "ValidatingWebhookConfiguration").values()
     assert validating["webhooks"][0]["failurePolicy"] == "Ignore"
 

@@ -43,7 +43,7 @@ def test_pod_monitor_selects_our_pods_and_gives_daemons_pool_and_node(switched_o
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["ns"]}
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     deployments = [one["spec"]["template"]["metadata"]["labels"] for one in switched_on["Deployment"]]
-    assert len(deployments) == 2
+    assert len(deployments) == 3
     assert all(wanted <= labels.items() for labels in deployments)
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     ports = [
@@ -52,7 +52,7 @@ def test_pod_monitor_selects_our_pods_and_gives_daemons_pool_and_node(switched_o
         for container in one["spec"]["template"]["spec"]["containers"]
         for port in container["ports"]
     ]
-    assert ports.count(endpoint["port"]) == 2
+    assert ports.count(endpoint["port"]) == 3
     assert {"pool", "node"} <= {relabeling["targetLabel"] for relabeling in endpoint["relabelings"]}
 
 

@@ -21,6 +21,6 @@ async def echo(request: web.Request) -> web.Response:
 if __name__ == "__main__":
     pair = make_certificate(("echo",), now=datetime.now(UTC), lifetime=timedelta(days=1))
     app = web.Application(client_max_size=4 << 20)
-    app.add_routes([web.post("/mutate-pods", echo)])
+    app.add_routes([web.post("/mutate-pods/0", echo)])
     context = load_context(pair["tls.crt"], pair["tls.key"])
     web.run_app(app, port=int(sys.argv[1]), ssl_context=context, access_log=None, print=None)

@@ -190,8 +190,9 @@ def wait_pages_free(before: int) -> None:
 
 def give_certificate(kubernetes: Kubernetes, release: Release) -> tuple[str, ...]:
     """Store a certificate of the user's own for the webhook; returns the values that name it."""
-    name = f"{release.release}-webhook.{release.namespace}.svc"
-    parts = make_certificate((name,), now=utc_now(), lifetime=timedelta(days=1))
+    services = (f"{release.release}-webhook", f"{release.release}-webhook-0")
+    names = tuple(f"{service}.{release.namespace}.svc" for service in services)
+    parts = make_certificate(names, now=utc_now(), lifetime=timedelta(days=1))
     data = {file: base64.b64encode(content).decode() for file, content in parts.items()}
     kubernetes.ensure_namespace(release.namespace)
     secret = {

@@ -193,13 +193,15 @@ def test_doctor_names_the_fields_that_an_older_crd_lacks(outdated_crd: Kubernete
 
 @pytest.fixture
 def no_webhook(release: Stage) -> Iterator[Kubernetes]:
-    """The webhook's Deployment at no replica."""
+    """Both Deployments of the webhook at no replica."""
     kubernetes = release.kubernetes
     in_namespace = f"--namespace={NAMESPACE}"
-    kubernetes.kubectl("scale", "deployment/kvoffload-webhook", "--replicas=0", in_namespace)
+    names = ("deployment/kvoffload-webhook-0", "deployment/kvoffload-webhook-1")
+    kubernetes.kubectl("scale", *names, "--replicas=0", in_namespace)
     yield kubernetes
-    kubernetes.kubectl("scale", "deployment/kvoffload-webhook", "--replicas=2", in_namespace)
-    kubernetes.kubectl("rollout", "status", "deployment/kvoffload-webhook", in_namespace, "--timeout=90s")
+    kubernetes.kubectl("scale", *names, "--replicas=1", in_namespace)
+    for name in names:
+        kubernetes.kubectl("rollout", "status", name, in_namespace, "--timeout=90s")
 
 
 def test_doctor_names_a_webhook_without_replicas_and_a_pod_that_it_missed(no_webhook: Kubernetes) -> None:
@@ -209,9 +211,9 @@ def test_doctor_names_a_webhook_without_replicas_and_a_pod_that_it_missed(no_web
         done = run_plugin(no_webhook, "doctor", "-o", "json")
         return {f"{one['check']} {one['subject']}": one["message"] for one in done.document["findings"]}
 
-    webhook = f"release_is_incomplete deployment/{NAMESPACE}/kvoffload-webhook"
-    wait_until("doctor to miss the webhook", lambda: webhook in found(), timeout_seconds=60)
-    assert "0 of 0 replicas" in found()[webhook]
+    missing = [f"release_is_incomplete deployment/{NAMESPACE}/kvoffload-webhook-{replica}" for replica in (0, 1)]
+    wait_until("doctor to miss the webhook", lambda: set(missing) <= found().keys(), timeout_seconds=60)
+    assert all("0 of 0 replicas are ready: labelled pods start" in found()[one] for one in missing)
     no_webhook.apply(NOWHERE)
     no_webhook.apply(stray)
     try:

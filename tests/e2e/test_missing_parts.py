@@ -52,14 +52,13 @@ def pool_without_pages(release):
 
 def test_without_the_webhook_the_pod_is_created_as_it_was(release, opted_in_pod):
     kubernetes = release.kubernetes
-    (deployment,) = kubernetes.get("deployments", namespace=NAMESPACE, selector="app.kubernetes.io/component=webhook")[
-        "items"
-    ]
-    name, replicas = deployment["metadata"]["name"], deployment["spec"]["replicas"]
+    deployments = kubernetes.get("deployments", namespace=NAMESPACE, selector="app.kubernetes.io/component=webhook")
+    names = [f"deployment/{one['metadata']['name']}" for one in deployments["items"]]
 
     def scale(number: int) -> None:
-        kubernetes.kubectl("scale", f"deployment/{name}", f"--replicas={number}", f"--namespace={NAMESPACE}")
-        kubernetes.kubectl("rollout", "status", f"deployment/{name}", f"--namespace={NAMESPACE}", "--timeout=90s")
+        kubernetes.kubectl("scale", *names, f"--replicas={number}", f"--namespace={NAMESPACE}")
+        for name in names:
+            kubernetes.kubectl("rollout", "status", name, f"--namespace={NAMESPACE}", "--timeout=90s")
 
     scale(0)
     try:
@@ -70,7 +69,7 @@ def test_without_the_webhook_the_pod_is_created_as_it_was(release, opted_in_pod)
         )
         assert not is_injected(opted_in_pod("no-webhook", pool="demo"))
     finally:
-        scale(replicas)
+        scale(1)
 
 
 def test_without_the_pool_the_pod_starts_and_says_why(release, opted_in_pod):

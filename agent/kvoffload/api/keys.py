@@ -31,6 +31,8 @@ SKIP_REASON_ANNOTATION = "kvoffload.io/skip-reason"
 """By the webhook: why the pod was left as it was, a `SkipReason`."""
 INJECTED_ANNOTATION = "kvoffload.io/injected"
 """By the webhook: the version that injected."""
+WEBHOOK_REPLICA_ANNOTATION = "kvoffload.io/webhook-replica"
+"""By the webhook: the number of the replica that answered, where it was not replica 0."""
 
 # On nodes.
 READY_NODE_LABEL_PREFIX = "pool.kvoffload.io/"

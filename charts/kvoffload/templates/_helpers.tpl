@@ -17,6 +17,22 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{/* What selects one replica of the webhook; call with (dict "root" . "replica" 0). */}}
+{{- define "kvoffload.replicaLabels" -}}
+{{ include "kvoffload.selectorLabels" (dict "root" .root "component" "webhook") }}
+kvoffload.io/webhook-replica: {{ .replica | quote }}
+{{- end -}}
+
+{{/* The webhook's name, and then each replica's, as JSON. */}}
+{{- define "kvoffload.webhookNames" -}}
+{{- $name := printf "%s-webhook" (include "kvoffload.name" .) -}}
+{{- $names := list $name -}}
+{{- range until (int .Values.webhook.replicas) -}}
+{{- $names = append $names (printf "%s-%d" $name .) -}}
+{{- end -}}
+{{- $names | toJson -}}
+{{- end -}}
+
 {{/* An image's reference; call with (dict "root" . "image" .Values.image.operator). */}}
 {{- define "kvoffload.image" -}}
 {{- if .image.digest -}}
@@ -57,12 +73,10 @@ seccompProfile:
   value: {{ include "kvoffload.name" . | quote }}
 - name: KVOFFLOAD_LOG_LEVEL
   value: {{ .Values.logLevel | quote }}
-- name: KVOFFLOAD_WEBHOOK_SERVICE
+- name: KVOFFLOAD_WEBHOOK_NAME
   value: {{ include "kvoffload.name" . }}-webhook
-- name: KVOFFLOAD_WEBHOOK_DEPLOYMENT
-  value: {{ include "kvoffload.name" . }}-webhook
-- name: KVOFFLOAD_WEBHOOK_CONFIGURATION
-  value: {{ include "kvoffload.name" . }}-webhook
+- name: KVOFFLOAD_WEBHOOK_REPLICAS
+  value: {{ .Values.webhook.replicas | quote }}
 - name: KVOFFLOAD_CERTIFICATE_MODE
   value: {{ .Values.webhook.certificates.mode | quote }}
 - name: KVOFFLOAD_CERTIFICATE_SECRET

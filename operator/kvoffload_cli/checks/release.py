@@ -46,12 +46,13 @@ def release_is_incomplete(facts: ClusterFacts) -> Found:
         workloads = [one for one in facts.workloads if one.component == component]
         if not workloads:
             yield Severity.ERROR, component, f"no Deployment: {effect}", "helm install kvoffload charts/kvoffload"
+        component_is_ready = any(one.num_ready for one in workloads)
         for one in workloads:
             if one.num_ready < max(1, one.num_desired):
                 subject = f"deployment/{one.namespace}/{one.name}"
-                severity = Severity.WARNING if one.num_ready else Severity.ERROR
+                severity = Severity.WARNING if component_is_ready else Severity.ERROR
                 message = f"{one.num_ready} of {one.num_desired} replicas are ready" + (
-                    "" if one.num_ready else f": {effect}"
+                    "" if component_is_ready else f": {effect}"
                 )
                 look = f"kubectl -n {one.namespace} describe deployment {one.name}"
                 scale = f"kubectl -n {one.namespace} scale deployment {one.name} --replicas=1"

@@ -15,7 +15,7 @@ import base64
 import logging
 import ssl
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvoffload.api.keys import OPERATOR_FIELD_MANAGER
 from kvoffload.errors import KVOffloadError
-from kvoffload_operator.kube import MUTATING_WEBHOOKS, SECRETS, VALIDATING_WEBHOOKS, KubeClient, Resource
+from kvoffload_operator.kube import SECRETS, KubeClient, Resource
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ async def ensure_certificates(
     namespace: str,
     secret: str,
     dns_names: tuple[str, ...],
-    configuration: str,
+    configurations: Iterable[tuple[Resource, str]],
     owner: Mapping[str, str],
     lifetime: timedelta,
     now: datetime,
@@ -194,8 +194,8 @@ async def ensure_certificates(
         else:
             gone = dict.fromkeys(stored.keys() - plan.data.keys())
             await kube.merge_patch(SECRETS, secret, {"data": {**encoded, **gone}}, namespace=namespace)
-    for resource in (MUTATING_WEBHOOKS, VALIDATING_WEBHOOKS):
-        await ensure_bundle(kube, resource, configuration, plan.bundle)
+    for resource, name in configurations:
+        await ensure_bundle(kube, resource, name, plan.bundle)
     return plan
 
 

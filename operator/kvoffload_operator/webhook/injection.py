@@ -351,4 +351,9 @@ def _add_annotations(patch: _Patch, pod: Manifest, wanted: Mapping[str, str]) ->
         return
     for key, value in wanted.items():
         if present.get(key) != value:
-            patch.add(f"/metadata/annotations/{key.replace('~', '~0').replace('/', '~1')}", value)
+            patch.add(annotation_path(key), value)
+
+
+def annotation_path(key: str) -> str:
+    """JSON pointer to an annotation."""
+    return f"/metadata/annotations/{key.replace('~', '~0').replace('/', '~1')}"

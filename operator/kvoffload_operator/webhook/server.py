@@ -1,8 +1,9 @@
 """The admission server: an aiohttp application behind TLS. Runs in the webhook's Deployment, started by `__main__`.
 
-`/mutate-pods` answers with `inject`'s patch, `/validate-pools` with `validate_pool_spec`'s verdict. Whatever is raised
-inside `/mutate-pods` ends as `allowed: true` without a patch, a counter and a log line: a bug must not deny a user's
-pod. Pools and namespaces are read through a small cache; an API server that does not answer in time counts as raised.
+`/mutate-pods/N` (N is the replica that the API server calls) answers with `inject`'s patch, `/validate-pools` with
+`validate_pool_spec`'s verdict. Whatever is raised inside `/mutate-pods` ends as `allowed: true` without a patch, a
+counter and a log line: a bug must not deny a user's pod. Pools and namespaces are read through a small cache; an API
+server that does not answer in time counts as raised.
 """
 
 import asyncio
@@ -16,12 +17,12 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from kvoffload.api.keys import POOL_LABEL
+from kvoffload.api.keys import POOL_LABEL, WEBHOOK_REPLICA_ANNOTATION
 from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec
 from kvoffload_operator import metrics
 from kvoffload_operator.kube import NAMESPACES, POOLS, KubeClient, Resource
 from kvoffload_operator.observe import describe_spec_error
-from kvoffload_operator.webhook.injection import Outcome, PoolFacts, inject
+from kvoffload_operator.webhook.injection import Operation, Outcome, PoolFacts, annotation_path, inject
 from kvoffload_operator.webhook.validation import validate_pool_spec
 
 logger = logging.getLogger(__name__)
@@ -88,21 +89,21 @@ class AdmissionServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
-                web.post("/mutate-pods", self._handle("mutate-pods", self.mutate)),
+                web.post(r"/mutate-pods/{replica:\d}", self._handle("mutate-pods", self.mutate)),
                 web.post("/validate-pools", self._handle("validate-pools", self.validate)),
             ]
         )
         return app
 
     def _handle(
-        self, name: str, decide: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+        self, name: str, decide: Callable[..., Awaitable[dict[str, Any]]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         duration = metrics.admission_duration_seconds.labels(webhook=name)
 
         async def handler(request: web.Request) -> web.Response:
             with duration.time():
                 review = json.loads(await request.read())
-                answer = await decide(review["request"])
+                answer = await decide(review["request"], **request.match_info)
             response = web.json_response(
                 {
                     "apiVersion": "admission.k8s.io/v1",
@@ -116,7 +117,7 @@ class AdmissionServer:
 
         return handler
 
-    async def mutate(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def mutate(self, request: dict[str, Any], replica: str) -> dict[str, Any]:
         """Response to a pod's creation; always allows it."""
         try:
             async with asyncio.timeout(DECISION_SECONDS):
@@ -133,8 +134,9 @@ class AdmissionServer:
             metrics.injections_total.labels(result=result, reason="").inc()
         response: dict[str, Any] = {"allowed": True}
         if outcome.operations:
+            operations = (*outcome.operations, *mark_replica(replica))
             response["patchType"] = "JSONPatch"
-            response["patch"] = base64.b64encode(json.dumps(outcome.operations).encode()).decode()
+            response["patch"] = base64.b64encode(json.dumps(operations).encode()).decode()
         if outcome.skip_reason is not None:
             response["warnings"] = [
                 f"kvoffload: {outcome.skip_reason}: {outcome.message}; the pod runs without offload"
@@ -179,6 +181,13 @@ class AdmissionServer:
         if validation.errors:
             return _refusal("; ".join(map(str, validation.errors)))
         return {"allowed": True, "warnings": list(validation.warnings)}
+
+
+def mark_replica(replica: str) -> tuple[Operation, ...]:
+    """After any other operation: says who answered, where it was not the first, which its configuration looks for."""
+    if replica == "0":
+        return ()
+    return ({"op": "add", "path": annotation_path(WEBHOOK_REPLICA_ANNOTATION), "value": replica},)
 
 
 def _refusal(message: str) -> dict[str, Any]:

@@ -121,4 +121,14 @@ def test_a_deployment_scaled_to_nothing_is_an_error_with_the_scale_command() -> 
     objects["/apis/apps/v1/deployments"] = [deployment("operator"), nothing]
     (found,) = findings_of(objects)
     assert found.severity is Severity.ERROR
-    assert "scale deployment kvoffload-webhook" in found.remedy
+    assert "labelled pods start, and are not injected" in found.message
+    assert "scale deployment kvoffload-webhook-0" in found.remedy
+
+
+def test_one_of_two_webhook_replicas_away_is_a_warning() -> None:
+    objects = healthy()
+    away = deployment("webhook", ready=0)
+    away["metadata"]["name"] = "kvoffload-webhook-1"
+    objects["/apis/apps/v1/deployments"] = [deployment("operator"), deployment("webhook"), away]
+    (found,) = findings_of(objects)
+    assert (found.severity, found.message) == (Severity.WARNING, "0 of 1 replicas are ready")

@@ -51,7 +51,7 @@ def count(result: str, reason: str = "") -> float:
 
 async def test_an_opted_in_pod_is_patched_and_counted() -> None:
     before = count("injected")
-    response = await post(Reader(main=pool_manifest()), "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods/0", review(pod_manifest(command=DEEPSEEK)))
     assert response["allowed"] is True
     operations = json.loads(base64.b64decode(response["patch"]))
     assert {operation["op"] for operation in operations} <= {"add", "replace"}
@@ -59,9 +59,19 @@ async def test_an_opted_in_pod_is_patched_and_counted() -> None:
 
 
 async def test_a_skipped_pod_is_allowed_with_a_warning_that_says_why() -> None:
-    response = await post(Reader(), "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    response = await post(Reader(), "/mutate-pods/0", review(pod_manifest(command=DEEPSEEK)))
     assert response["allowed"] is True
     assert "PoolNotFound" in response["warnings"][0]
+
+
+@pytest.mark.parametrize("reader", [Reader(main=pool_manifest()), Reader()], ids=["injected", "skipped"])
+async def test_a_replica_that_is_not_the_first_notes_its_number_and_nothing_else(reader: Reader) -> None:
+    answers = [
+        await post(reader, f"/mutate-pods/{replica}", review(pod_manifest(command=DEEPSEEK))) for replica in (0, 1)
+    ]
+    first, second = (json.loads(base64.b64decode(answer["patch"])) for answer in answers)
+    number = {"op": "add", "path": "/metadata/annotations/kvoffload.io~1webhook-replica", "value": "1"}
+    assert second == [*first, number]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +81,14 @@ async def test_whatever_is_raised_inside_allows_the_pod_unpatched_and_is_counted
     reader = Reader()
     reader.error = error
     before = count("error", type(error).__name__)
-    response = await post(reader, "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    response = await post(reader, "/mutate-pods/0", review(pod_manifest(command=DEEPSEEK)))
     assert response == {"uid": "u-1", "allowed": True}
     assert count("error", type(error).__name__) == before + 1
 
 
 @pytest.mark.parametrize("pod", [{}, {"metadata": {}}, {"metadata": {"labels": {"kvoffload.io/pool": 7}}}, None, []])
 async def test_a_pod_that_is_no_pod_is_allowed_too(pod: Any) -> None:
-    response = await post(Reader(main=pool_manifest()), "/mutate-pods", review(pod))
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods/0", review(pod))
     assert response["allowed"] is True
 
 
@@ -87,7 +97,7 @@ async def test_a_bug_in_the_injection_itself_allows_the_pod(monkeypatch: pytest.
         raise ZeroDivisionError
 
     monkeypatch.setattr(server_module, "inject", broken)
-    response = await post(Reader(main=pool_manifest()), "/mutate-pods", review(pod_manifest(command=DEEPSEEK)))
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods/0", review(pod_manifest(command=DEEPSEEK)))
     assert response == {"uid": "u-1", "allowed": True}
 
 
