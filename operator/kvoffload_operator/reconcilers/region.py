@@ -79,9 +79,9 @@ def _differs(facts: NodeFacts, desired: KVOffloadRegionSpec) -> bool:
 
 
 def _node_ready(facts: NodeFacts, unfit: NodeViolation | None) -> Condition | None:
-    if facts.region is None and unfit is not None and unfit.state is NodeState.PENDING:
-        return None  # made a moment ago: what is said of it now would be outdated before it is read
     previous = facts.region.status.conditions if facts.region else ()
+    if find(list(previous), RegionCondition.NODE_READY) is None and _is_starting(facts, unfit):
+        return None  # said now, it would be outdated before it is read; the pool's status has it
     condition = transition(
         previous,
         type=RegionCondition.NODE_READY,
@@ -92,6 +92,13 @@ def _node_ready(facts: NodeFacts, unfit: NodeViolation | None) -> Condition | No
         now=facts.now,
     )
     return None if find(list(previous), RegionCondition.NODE_READY) == condition else condition
+
+
+def _is_starting(facts: NodeFacts, unfit: NodeViolation | None) -> bool:
+    """Whether the daemon's pod is on its way, and nobody says that anything is wrong with it."""
+    if unfit is None or unfit.state is not NodeState.PENDING:
+        return False
+    return facts.daemon_pod is None or not facts.daemon_pod.problem
 
 
 def _labels(facts: NodeFacts, pool: str, *, ready: bool, runs: bool, may_create: bool) -> dict[str, str | None]:

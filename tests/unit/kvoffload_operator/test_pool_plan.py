@@ -217,6 +217,30 @@ def test_the_daemon_s_pod_decides_where_not_all_are_available(
     assert (violation.reason if violation else None) == reason
 
 
+@pytest.mark.parametrize(
+    ("before", "pod", "written"),
+    [
+        ([], None, None),
+        ([], ObservedDaemonPod("d", "a", False, ""), None),
+        ([], ObservedDaemonPod("d", "a", False, "Unschedulable: 0/1 nodes"), "False"),
+        ([], ObservedDaemonPod("d", "a", True, ""), "True"),
+        ([condition("NodeReady", reason="DaemonRunning")], None, "False"),
+    ],
+    ids=["no pod yet", "being started", "cannot start", "runs", "no longer there"],
+)
+def test_a_new_region_is_told_of_its_daemon_when_it_runs_or_cannot(
+    before: list[Condition], pod: ObservedDaemonPod | None, written: str | None
+) -> None:
+    """One write a node less while a thousand daemons start: the pool's status counts those as pending."""
+    node = observe_node(node_manifest("a", labels=RUN))
+    regions = {"a": region("a", *before)}
+    plan = plan_pool(facts(nodes=(node,), regions=regions, daemon_pods={"a": pod} if pod else {}), OPTIONS)
+    node_ready = plan.nodes[0].node_ready
+    assert (node_ready.status if node_ready else None) == written
+    assert plan.status is not None
+    assert plan.status.nodes.pending == 1
+
+
 def test_a_daemon_that_does_not_report_is_named_after_a_while_only() -> None:
     silent = region("a", condition("NodeReady", reason="DaemonRunning", age=89))
     node = observe_node(node_manifest("a", labels=RUN))
