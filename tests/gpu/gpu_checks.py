@@ -79,6 +79,16 @@ class Rig:
         assert job_id == self.jobs
         return seconds
 
+    def wait_until_registered(self) -> int:
+        """Until every extent that a copy has touched is registered, or the device refuses: how many were touched."""
+        pinning = self.transfer._pinning
+        assert pinning is not None
+        wanted, deadline = len(pinning._known), time.monotonic() + 20
+        while pinning.num_registered < wanted and not pinning.refused:
+            assert time.monotonic() < deadline, f"{pinning.num_registered} of {wanted} extents are registered"
+            time.sleep(0.01)
+        return wanted
+
     def close(self) -> None:
         self.transfer.shutdown()
         self.mapping.close()
@@ -146,15 +156,12 @@ def extents_are_registered_in_the_background_and_given_back() -> dict[str, Any]:
     pinning = rig.transfer._pinning
     assert pinning is not None
     rig.run(rig.plan(list(range(64)), list(range(64))), to_region=True)
-    deadline = time.monotonic() + 20
-    used = {int(offset) * rig.slot_bytes // EXTENT_BYTES for offset in range(64)}
-    while pinning.num_registered < len(used) and not pinning.refused and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wanted = rig.wait_until_registered()
     registered, refused = pinning.num_registered, pinning.refused
     rig.transfer.extents_revoked([0])
     after = pinning.num_registered
     rig.close()
-    assert refused or (registered >= len(used) and after == registered - 1)
+    assert refused or (registered == wanted and after == registered - 1)
     return {"registered_extents": registered, "refused": refused}
 
 
@@ -164,7 +171,7 @@ def bandwidth_beside_one_large_pinned_copy() -> dict[str, Any]:
     blocks, slots = list(range(256)), list(range(256))
     store, load = rig.plan(blocks, slots), rig.plan(blocks, slots)
     pageable = store.total_bytes / rig.run(store, to_region=True) / 1e9
-    time.sleep(3)  # extents are registered in the background; how many were is in the figures
+    rig.wait_until_registered()
     stored = max(store.total_bytes / rig.run(store, to_region=True) for _ in range(5)) / 1e9
     loaded = max(load.total_bytes / rig.run(load, to_region=False) for _ in range(5)) / 1e9
     host = torch.empty(store.total_bytes, dtype=torch.int8, pin_memory=True)
