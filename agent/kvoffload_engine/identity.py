@@ -6,6 +6,7 @@ reaches the scheduler by vLLM's connector handshake, so that all sessions of an 
 Left out on purpose: names of pods, hosts and served models, ports, data-parallel ranks, anything about speed.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from kvoffload.layout.fingerprint import Fingerprint, fingerprint
 from kvoffload.layout.gate import LayerFacts
 from kvoffload_engine.environment import WEIGHTS_ID_VARIABLE
+from kvoffload_engine.log import logger
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
@@ -58,7 +60,7 @@ def collect_identity(
     speculative = vllm_config.speculative_config
     explicit = os.environ.get(WEIGHTS_ID_VARIABLE, "")
     draft = getattr(speculative, "draft_model_config", None) if speculative is not None else None
-    return fingerprint(
+    identity = fingerprint(
         {
             "vllm": list(vllm_version_minor),
             "model": weights_identity(str(model.model), _revision(model), explicit),
@@ -68,7 +70,6 @@ def collect_identity(
             "quantization": str(model.quantization),
             "hf_overrides": _stable(getattr(model, "hf_overrides", None)),
             "config": _stable(_model_values(model.hf_config)),
-            "max_model_len_scaling": _stable(getattr(model.hf_config, "rope_scaling", None)),
             "kv_cache_dtype": str(cache.cache_dtype),
             "kv_dtypes": list(kv_dtypes),
             "kv_cache_layout": str(getattr(cache, "kv_cache_layout", None)),
@@ -92,6 +93,8 @@ def collect_identity(
             "speculative": _stable(getattr(speculative, "method", None)),
         }
     )
+    logger.debug("kvoffload: identity %s is of %s", identity.digest.hex(), json.dumps(identity.fields, sort_keys=True))
+    return identity
 
 
 def _revision(model: Any) -> str | None:

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffload import __version__
 from kvoffload.errors import UnsupportedEngine
+from kvoffload_engine import compat
 from kvoffload_engine.environment import DECISION_VARIABLE, POOL_VARIABLE, SOCKET_VARIABLE
 from kvoffload_engine.log import logger
+from kvoffload_engine.preflight import PreflightReason, first_obstacle, observe_engine
 
 if TYPE_CHECKING:
     from kvoffload.protocol.client import Connector
@@ -66,7 +68,7 @@ def register() -> None:
         if os.environ.get(SOCKET_VARIABLE):
             wrap_engine_args()
     except Exception as error:  # noqa: BLE001 - whatever it is, vLLM must start without us
-        leave_alone("PluginError", f"{type(error).__name__}: {error}")
+        leave_alone(PreflightReason.PLUGIN_ERROR.value, f"{type(error).__name__}: {error}")
 
 
 def wrap_engine_args() -> None:
@@ -95,7 +97,9 @@ def build_configuration(original: Callable[..., Any], engine_args: Any, *args: A
         try:
             decision = decide(config, model)
         except Exception as error:  # noqa: BLE001 - as in register
-            decision = Decision(False, "PluginError", f"{type(error).__name__}: {error}", "", model)
+            decision = Decision(
+                False, PreflightReason.PLUGIN_ERROR.value, f"{type(error).__name__}: {error}", "", model
+            )
         decision.remember()
         if not decision.attach:
             leave_alone(decision.reason, decision.message, config)
@@ -104,17 +108,14 @@ def build_configuration(original: Callable[..., Any], engine_args: Any, *args: A
             return build_with_connector(original, engine_args, config, decision, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as in register
             message = f"with the connector vLLM says {type(error).__name__}: {error}"
-            Decision(False, "ConfigurationFailed", message, "", model).remember()
-            leave_alone("ConfigurationFailed", message, config)
+            Decision(False, PreflightReason.CONFIGURATION_FAILED.value, message, "", model).remember()
+            leave_alone(PreflightReason.CONFIGURATION_FAILED.value, message, config)
     vars(engine_args).update(vars(as_asked))
     return config
 
 
 def decide(config: Any, model: str) -> Decision:
     """Look at the configuration that the user asked for."""
-    from kvoffload_engine import compat
-    from kvoffload_engine.preflight import PreflightReason, first_obstacle, observe_engine
-
     try:
         compat.require_supported_version(compat.installed_version())
     except UnsupportedEngine as error:

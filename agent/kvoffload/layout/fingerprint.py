@@ -16,7 +16,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A digest and the fields that it was made of, for the log and `kubectl kvoffload explain`."""
+    """A digest and the fields that it was made of, which the engine's log shows at DEBUG."""
 
     digest: bytes
     fields: Mapping[str, object]

@@ -103,6 +103,11 @@ class Session:
                 raise SessionRefused(refusal_reason(answer.reason), answer.message)
             if not isinstance(answer, Welcome):
                 raise ProtocolError(f"the daemon answered a hello with {type(answer).__name__}, needed Welcome")
+            if not hello.protocol_min <= answer.protocol <= hello.protocol_max:
+                raise ProtocolError(
+                    f"the daemon speaks protocol {answer.protocol}, this process {hello.protocol_min} to "
+                    f"{hello.protocol_max}: recreate the pod so that it gets the daemon's library"
+                )
             return cls(sock, answer, descriptors, reader)
         except OSError as error:
             _close_all(sock, descriptors)

@@ -206,6 +206,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Answer to `Hello`. Descriptors with it: a worker gets [region, lock], a scheduler [lock]."""
 
     protocol: int
+    """What the daemon speaks from here on: one of the versions that the `Hello` offered."""
     epoch: Count
     region_bytes: Count
     """Length to map from offset 0 of the region descriptor."""

@@ -83,6 +83,7 @@ class Engine(WriteOwner):
     identity: bytes
     model: str = ""
     engine_version: str = ""
+    agent_version: str = ""
     sessions: dict[int, Session] = field(default_factory=dict)
     row: Row | None = None
     slab: Slab | None = None

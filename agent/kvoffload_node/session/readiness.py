@@ -43,10 +43,12 @@ def make_ready(engine: Engine, region: Region) -> None:
     for member in engine.sessions.values():
         announce(member)
     log.info(
-        "engine %s of pod %s/%s is ready: %s%s, %d ranks, slots of %d bytes",
+        "engine %s of pod %s/%s (vLLM %s, agent %s) is ready: %s%s, %d ranks, slots of %d bytes",
         engine.engine_id,
         engine.pod.namespace,
         engine.pod.name,
+        engine.engine_version or "unknown",
+        engine.agent_version or "unknown",
         engine.layout,
         f" ({engine.reason})" if engine.reason else "",
         engine.world_size,

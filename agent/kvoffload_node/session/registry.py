@@ -176,6 +176,7 @@ class Registry:
         engine.sessions[hello.rank] = session
         engine.model = hello.model or engine.model
         engine.engine_version = hello.engine_version or engine.engine_version
+        engine.agent_version = hello.agent_version or engine.agent_version
         if hello.rank != SCHEDULER:
             pod.tenant.num_workers += 1
             self.region.extents.wake()

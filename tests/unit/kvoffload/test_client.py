@@ -110,6 +110,11 @@ def test_an_answer_that_is_no_welcome_is_a_protocol_error(peer: Peer) -> None:
         connected(peer, Bound(0))
 
 
+def test_a_daemon_of_a_protocol_that_was_not_offered_is_a_protocol_error(peer: Peer) -> None:
+    with pytest.raises(ProtocolError, match="protocol 2, this process 1 to 1"):
+        connected(peer, msgspec.structs.replace(WELCOME, protocol=2))
+
+
 def test_nobody_listening_is_unavailable_at_once(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnavailable):
         Session.connect(str(tmp_path / "nobody.sock"), HELLO, 10)

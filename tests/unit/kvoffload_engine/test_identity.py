@@ -132,6 +132,14 @@ def test_a_setting_that_changes_nothing_shares(changes: dict[str, Any]) -> None:
     assert identity(**changes) == identity()
 
 
+def test_the_log_says_at_debug_what_an_identity_is_made_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="vllm.kvoffload"):
+        digest = identity(cache_config__cache_dtype="fp8")
+    (line,) = caplog.messages
+    assert digest.hex() in line
+    assert '"kv_cache_dtype": "fp8"' in line
+
+
 def test_draft_weights_are_part_of_it() -> None:
     def draft(commit: str) -> bytes:
         model = SimpleNamespace(model="org/draft", revision=None, hf_config=SimpleNamespace(_commit_hash=commit))

@@ -165,7 +165,7 @@ def test_a_setting_that_vllm_refuses_with_a_connector_runs_without_us(
 def test_a_bug_of_ours_runs_without_us(
     stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvoffload_engine.preflight.observe_engine", lambda config: 1 / 0)
+    monkeypatch.setattr("kvoffload_engine.plugin.observe_engine", lambda config: 1 / 0)
     plugin.register()
     with caplog.at_level(logging.WARNING, "vllm.kvoffload"):
         assert stub().create_engine_config().kv_transfer_config is None
