@@ -57,6 +57,8 @@ class RequestState:
     stored: set[bytes] = field(default_factory=set)
     """Keys that the region has, as its last look-up said or its own stores did: not stored again by it."""
     retried_stores: int = 0
+    mixes_weights: bool = False
+    """The weights were updated while it was there: its KV is of the old ones, or of both, and is not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ class KVOffloadManager(OffloadingManager):
         if not self.link.is_private:
             logger.info("kvoffload scheduler: weights are updated in place: this engine shares no chunks from now on")
         self.link.is_private = True
+        for request in self._requests.values():
+            request.mixes_weights = True
         self.reset_cache()
 
     # --- vLLM's interface -------------------------------------------------------------------------------------------
@@ -200,6 +204,8 @@ class KVOffloadManager(OffloadingManager):
         stored = request.stored
         self.link.poll()
         wanted = [key for key in keys if key not in stored and key not in writing and key not in barred]
+        if request.mixes_weights:
+            wanted = []
         if not self.link.wait_for_slots(len(wanted)) and request.retried_stores < MAX_RETRIES:
             request.retried_stores += 1
             return None

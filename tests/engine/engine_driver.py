@@ -20,9 +20,15 @@ def run_generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         max_tokens=command.get("max_tokens", 8), temperature=0, detokenize=False, ignore_eos=True, logprobs=1
     )
     salt = {"cache_salt": command["cache_salt"]} if "cache_salt" in command else {}
+    adapter = None
+    if "adapter" in command:
+        from vllm.lora.request import LoRARequest
+
+        name, number, path = command["adapter"]
+        adapter = LoRARequest(name, number, path)
     prompts = [TokensPrompt(prompt_token_ids=prompt, **salt) for prompt in command["prompts"]]
     begin = time.monotonic()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
     return {
         "seconds": time.monotonic() - begin,
         "tokens": [list(one.outputs[0].token_ids) for one in outputs],
@@ -37,16 +43,51 @@ def run_generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_abort(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Add requests, take some steps, abort them all; then step until nothing is left."""
+def run_add(llm: Any, command: dict[str, Any]) -> list[str]:
+    """Add requests and return their names; the engine core begins with them at once."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    engine = llm.llm_engine
-    sampling = SamplingParams(max_tokens=64, temperature=0, detokenize=False, ignore_eos=True)
-    names = [f"abort-{time.monotonic_ns()}-{index}" for index in range(len(command["prompts"]))]
+    sampling = SamplingParams(
+        max_tokens=command.get("max_tokens", 64), temperature=0, detokenize=False, ignore_eos=True
+    )
+    names = [f"added-{time.monotonic_ns()}-{index}" for index in range(len(command["prompts"]))]
     for name, prompt in zip(names, command["prompts"], strict=True):
-        engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+        llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+    return names
+
+
+def run_finish(llm: Any, command: dict[str, Any]) -> list[list[int]]:
+    """Step until nothing is left; tokens of the requests named."""
+    tokens: dict[str, list[int]] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for one in llm.llm_engine.step():
+            tokens[one.request_id] = list(one.outputs[0].token_ids)
+    return [tokens[name] for name in command["names"]]
+
+
+def run_sleep_during_transfers(llm: Any) -> bool:
+    """Ask the engine core to sleep, let the transfers go on that the probe holds, wake up. Whether the core had heard
+    of it, and was not asleep yet, while they were held."""
+    from concurrent.futures import Future
+
+    from vllm.v1.engine import EngineCoreRequestType
+
+    core, asleep = llm.llm_engine.engine_core, Future()
+    core.utility_results[asleep_id := 1 << 60] = asleep  # as its `call_utility` does, without waiting
+    core._send_input(EngineCoreRequestType.UTILITY, (0, asleep_id, "sleep", (1, "abort")))
+    has_heard = core.is_sleeping()
+    was_pending = not asleep.done()
+    llm.collective_rpc("probe_fault", args=("",))
+    asleep.result(60)
+    llm.wake_up()
+    return bool(has_heard and was_pending)
+
+
+def run_abort(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Add requests, take some steps, abort them all; then step until nothing is left."""
+    engine = llm.llm_engine
+    names = run_add(llm, command)
     for _ in range(command["steps"]):
         engine.step()
     engine.abort_request(names)
@@ -61,18 +102,18 @@ def handle(llm: Any, command: dict[str, Any]) -> Any:
             return run_generate(llm, command)
         case "abort":
             return run_abort(llm, command)
+        case "add":
+            return run_add(llm, command)
+        case "finish":
+            return run_finish(llm, command)
         case "reset_prefix_cache":
             return bool(llm.reset_prefix_cache(reset_connector=command.get("connector", False)))
         case "rpc":
             return llm.collective_rpc(command["method"], args=tuple(command.get("args", ())))
         case "metrics":
             return {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-        case "sleep":
-            llm.sleep(level=command.get("level", 1))
-            return True
-        case "wake":
-            llm.wake_up()
-            return True
+        case "sleep_during_transfers":
+            return run_sleep_during_transfers(llm)
     raise ValueError(f"unknown command {command['do']}")
 
 

@@ -26,11 +26,15 @@ class Probe:
         self.kvo_stored: list[list[Any]] = []
         self.kvo_loaded: list[list[Any]] = []
         self.kvo_fault = ""
+        self.kvo_held: list[tuple[int, Any, bool]] = []
         start = transfer.start
 
         def probed(job_id: int, plan: Any, *, to_region: bool) -> None:
             from kvoffload.errors import KVOffloadError
 
+            if self.kvo_fault == "hold":
+                self.kvo_held.append((job_id, plan, to_region))
+                return
             if self.kvo_fault == "fail" and not to_region:
                 raise KVOffloadError("a test makes this load fail")
             start(job_id, plan, to_region=to_region)
@@ -44,10 +48,37 @@ class Probe:
                 record = [host - base, num_bytes, page_digest(device, num_bytes)]
                 (self.kvo_stored if to_region else self.kvo_loaded).append(record)
 
-        transfer.start = probed
+        wait = transfer.wait
+
+        def release_and_wait(job_ids: set[int]) -> None:
+            self.probe_release(job_ids)
+            wait(job_ids)
+
+        transfer.start = self.kvo_start = probed
+        transfer.wait = release_and_wait
 
     def probe_fault(self, fault: str, ranks: list[int] | None = None) -> None:
+        """`fail`, `zeros`: of loads. `hold`: copies of both directions stay under way until the fault is another one,
+        or vLLM waits for them."""
         self.kvo_fault = fault if ranks is None or self.rank in ranks else ""
+        if self.kvo_fault != "hold":
+            self.probe_release()
+
+    def probe_release(self, job_ids: set[int] | None = None) -> None:
+        """Do the copies that are held, of these jobs or of all."""
+        fault, self.kvo_fault = self.kvo_fault, ""
+        held, self.kvo_held = self.kvo_held, []
+        for job_id, plan, to_region in held:
+            if job_ids is None or job_id in job_ids:
+                self.kvo_start(job_id, plan, to_region=to_region)
+            else:
+                self.kvo_held.append((job_id, plan, to_region))
+        self.kvo_fault = fault
+
+    def probe_held(self) -> list[int]:
+        """How many stores and how many loads are held."""
+        stores = sum(to_region for _, _, to_region in self.kvo_held)
+        return [stores, len(self.kvo_held) - stores]
 
     def probe_take(self) -> dict[str, list[list[Any]]]:
         taken = {"stored": self.kvo_stored, "loaded": self.kvo_loaded}

@@ -1,13 +1,21 @@
 """Our classes beside those of this vLLM, and manager and workers with the real daemon. Run by `check_runner.py`."""
 
 import inspect
+import time
+from types import SimpleNamespace
+from typing import Any
 
 from check_runner import check, run_checks
 from toy_engine import ToyEngine, keys_of, wait_until
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.request import Request
 
 from kvoffload_engine import compat
+from kvoffload_engine.connector import KVOffloadConnector, KVOffloadWorkerMetadata
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.spec import KVOffloadSpec
 from kvoffload_engine.worker import KVOffloadWorker
@@ -16,8 +24,6 @@ from kvoffload_engine.worker import KVOffloadWorker
 @check
 def every_method_takes_what_vllm_passes(socket_path: str) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-
-    from kvoffload_engine.connector import KVOffloadConnector
 
     pairs = [
         (KVOffloadManager, base.OffloadingManager),
@@ -110,8 +116,6 @@ def until_every_rank_is_attached_everything_is_a_miss_and_nothing_is_stored(sock
 
 @check
 def reports_of_two_workers_are_one(socket_path: str) -> None:
-    from kvoffload_engine.connector import KVOffloadWorkerMetadata
-
     one = KVOffloadWorkerMetadata(completed_jobs={1: 1, 2: 1}, failed_loads={"a": False, "b": True})
     other = KVOffloadWorkerMetadata(completed_jobs={2: 1}, failed_loads={"a": True}, pageable=True)
     merged = one.aggregate(other)
@@ -161,6 +165,63 @@ def a_reset_forgets_what_this_engine_stored_and_keeps_what_others_stored(socket_
         assert not one.is_hit(mine)
         assert one.is_hit(theirs)
         assert other.is_hit(mine + theirs)
+
+
+@check
+def a_request_that_was_there_when_the_weights_changed_stores_nothing_any_more(socket_path: str) -> None:
+    with ToyEngine(socket_path) as engine:
+        before, after = keys_of(650), keys_of(651)
+        engine.look_up("old", before)
+        engine.step()
+        engine.manager.weights_changed()
+        assert engine.store("old", before, [0]) == []
+        assert engine.store("new", after, [0]) == after
+        wait_until(lambda: engine.is_hit(after))
+        assert not engine.is_hit(before)
+
+
+def is_hit_as_request(toy: ToyEngine, name: str, keys: list[bytes], **fields: Any) -> bool:
+    """Whether a request of vLLM's, with these fields, finds the keys."""
+    name = f"{name}-{time.monotonic_ns()}"
+    connector_of(toy).on_new_request(request_of(name, **fields))
+    results = toy.look_up(name, keys)
+    toy.step()
+    toy.manager.on_request_finished(ReqContext(req_id=name))
+    return results == [LookupResult.HIT] * len(keys)
+
+
+def check_kept_apart(socket_path: str, keys: list[bytes], **fields: Any) -> None:
+    """What a request with these fields stores is found by such requests of the same engine, and by nobody else."""
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
+        connector_of(engine).on_new_request(request_of("storing", **fields))
+        assert engine.store("storing", keys, [0]) == keys
+        wait_until(lambda: is_hit_as_request(engine, "same", keys, **fields))
+        assert not is_hit_as_request(engine, "plain", keys)
+        assert not is_hit_as_request(other, "same", keys, **fields)
+        assert not is_hit_as_request(other, "plain", keys)
+
+
+@check
+def requests_with_an_image_are_kept_apart(socket_path: str) -> None:
+    image = MultiModalFeatureSpec(None, "image", "chosen-by-the-caller", PlaceholderRange(offset=0, length=2))
+    check_kept_apart(socket_path, keys_of(700), mm_features=[image])
+
+
+@check
+def requests_with_an_adapter_are_kept_apart(socket_path: str) -> None:
+    check_kept_apart(socket_path, keys_of(701), lora_request=LoRARequest("adapter", 1, "/adapters/one"))
+
+
+def request_of(name: str, **fields: Any) -> Request:
+    return Request(name, [1, 2, 3, 4], SamplingParams(max_tokens=1), None, **fields)
+
+
+def connector_of(toy: ToyEngine) -> KVOffloadConnector:
+    """The scheduler's connector of a toy engine, as far as it needs no model."""
+    connector = object.__new__(KVOffloadConnector)
+    connector._inert_because = ""
+    connector.connector_scheduler = SimpleNamespace(manager=toy.manager, on_new_request=lambda request: None)
+    return connector
 
 
 if __name__ == "__main__":

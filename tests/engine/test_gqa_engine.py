@@ -5,7 +5,8 @@ vLLM's own prefix cache is on here: it is reset before a prompt is asked again, 
 """
 
 import pytest
-from engine_process import EngineProcess, make_prompt
+from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
+from pool_daemon import PoolDaemon
 
 pytestmark = pytest.mark.engine
 
@@ -48,3 +49,75 @@ def test_a_failed_load_gives_the_tokens_of_a_cold_run(gqa_engine: EngineProcess)
     finally:
         gqa_engine.rpc("probe_fault", "")
     assert (recomputed.tokens, recomputed.logprobs) == (cold.tokens, cold.logprobs)
+
+
+def hold_transfers(engine: EngineProcess, prompts: list[list[int]]) -> list[str]:
+    """Add requests, one whose chunks the pool has and one whose chunks it has not, and return when both ranks are in
+    the middle of a load and of a store. The copies stay there until the probe's fault is taken away."""
+    engine.reset_prefix_cache()
+    engine.rpc("probe_fault", "hold")
+    names = engine.do("add", prompts=prompts, max_tokens=8)
+    assert eventually(lambda: all(min(held) > 0 for held in engine.rpc("probe_held")))
+    return list(names)
+
+
+def test_a_cache_reset_in_the_middle_of_transfers_leaves_no_key_no_lease_and_the_right_tokens(
+    gqa_engine: EngineProcess, pool: PoolDaemon
+) -> None:
+    before, loading, storing = (make_prompt(seed) for seed in (30, 31, 32))
+    cold = gqa_engine.generate_cold([before, loading])
+    expected = [cold.tokens[1], *gqa_engine.generate_cold([storing], cache_salt="apart").tokens]
+    names = hold_transfers(gqa_engine, [loading, storing])
+    try:
+        gqa_engine.do("reset_prefix_cache", connector=True)
+    finally:
+        gqa_engine.rpc("probe_fault", "")
+    assert gqa_engine.do("finish", names=names) == expected
+    after = gqa_engine.generate_cold([before])
+    assert after.cached == [0]
+    assert after.tokens == cold.tokens[:1]
+    assert wait_for_slots(pool, "leased", 0)
+    assert gqa_engine.generate_cold([before]).cached[0] >= 256
+
+
+def test_an_engine_put_to_sleep_in_the_middle_of_transfers_wakes_without_their_keys_and_leases(
+    gqa_engine: EngineProcess, pool: PoolDaemon
+) -> None:
+    """The CPU worker has no memory to give back in its sleep; all that the engine core does around it is done."""
+    before, loading, storing = (make_prompt(seed) for seed in (40, 41, 42))
+    cold = gqa_engine.generate_cold([before, loading])
+    names = hold_transfers(gqa_engine, [loading, storing])
+    try:
+        assert gqa_engine.do("sleep_during_transfers")
+    finally:
+        gqa_engine.rpc("probe_fault", "")
+    gqa_engine.do("finish", names=[])
+    assert len(names) == 2
+    after = gqa_engine.generate_cold([before, loading])
+    assert after.cached == [0, 0]
+    assert after.tokens == cold.tokens
+    assert wait_for_slots(pool, "leased", 0)
+    assert sum(gqa_engine.generate_cold([before, loading]).cached) >= 2 * 256
+
+
+def test_weights_updated_in_the_middle_of_transfers_are_never_mixed_with_what_they_moved(
+    gqa_engine: EngineProcess, pool: PoolDaemon
+) -> None:
+    """The last one here: from then on this engine shares with nobody."""
+    before, loading, storing = (make_prompt(seed) for seed in (50, 51, 52))
+    gqa_engine.generate_cold([before, loading])
+    names = hold_transfers(gqa_engine, [loading, storing])
+    try:
+        gqa_engine.rpc("probe_update_weights", 1.25)
+    finally:
+        gqa_engine.rpc("probe_fault", "")
+    gqa_engine.do("finish", names=names)
+    prompts = [before, loading, storing]
+    expected = gqa_engine.generate_cold(prompts, cache_salt="apart-again")
+    assert expected.cached == [0, 0, 0]
+    for minimum in (0, 256):
+        got = gqa_engine.generate_cold(prompts)
+        assert min(got.cached) >= minimum
+        assert minimum or got.cached == [0, 0, 0]
+        assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
+    assert wait_for_slots(pool, "leased", 0)

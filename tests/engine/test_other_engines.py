@@ -1,0 +1,93 @@
+"""Real engines of kinds that the other tests do not have: several KV cache groups, chunks of several blocks, adapters.
+
+Each starts an engine of its own, which takes half a minute: `make test-long`.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_process import EngineProcess, make_prompt, wait_for_slots
+from pool_daemon import PoolDaemon
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+HIDDEN, LAYERS, RANK = 256, 2, 4
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA for the tiny Llama, on the output projections, large enough to change what it says."""
+    folder.mkdir()
+    numbers = np.random.default_rng(seed)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_{side}.weight": numbers.normal(0, 0.5, shape)
+        for layer in range(LAYERS)
+        for side, shape in (("A", (RANK, HIDDEN)), ("B", (HIDDEN, RANK)))
+    }
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        raw = tensor.astype("<f4").tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    configuration = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(configuration))
+    return folder
+
+
+def test_requests_with_an_adapter_share_with_those_of_the_same_adapter_only(pool: PoolDaemon, tmp_path: Path) -> None:
+    adapters = [
+        ["one", 1, str(write_adapter(tmp_path / "one", 1))],
+        ["two", 2, str(write_adapter(tmp_path / "two", 2))],
+    ]
+    prompt = make_prompt(8000)
+    with EngineProcess(
+        tmp_path / "engine",
+        model="tiny-llama",
+        socket=pool.attach("pod-adapters"),
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+    ) as engine:
+        base = engine.generate_cold([prompt])
+        cold = [engine.generate_cold([prompt], adapter=adapter) for adapter in adapters]
+        assert [one.cached for one in (base, *cold)] == [[0]] * 3
+        assert len({str(one.tokens) for one in (base, *cold)}) == 3
+        warm = [engine.generate_cold([prompt], adapter=adapter) for adapter in adapters]
+        assert all(one.cached[0] >= 256 for one in warm)
+        assert [(one.tokens, one.logprobs) for one in warm] == [(one.tokens, one.logprobs) for one in cold]
+        again = engine.generate_cold([prompt])
+        assert again.cached[0] >= 256
+        assert (again.tokens, again.logprobs) == (base.tokens, base.logprobs)
+    assert wait_for_slots(pool, "leased", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "minimum"),
+    [
+        ({"hf_overrides": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}}, 256),
+    ],
+    ids=["two-groups"],
+)
+def test_what_was_stored_is_loaded_with_the_tokens_of_a_cold_run(
+    pool: PoolDaemon, tmp_path: Path, options: dict[str, object], minimum: int
+) -> None:
+    """Chunks of two groups of layers: full attention, and a sliding window that keeps the last blocks only."""
+    prompts = [make_prompt(8100 + index, 300 + 40 * index) for index in range(3)]
+    with EngineProcess(
+        tmp_path, model="tiny-llama", socket=pool.attach("pod-other"), disable_hybrid_kv_cache_manager=False, **options
+    ) as engine:
+        cold = engine.generate_cold(prompts)
+        engine.rpc("probe_take")
+        warm = engine.generate_cold(prompts)
+        records = engine.rpc("probe_take")
+        assert min(warm.cached) >= minimum
+        assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
+        engine.rpc("probe_fault", "zeros")
+        control = engine.generate_cold(prompts)
+        engine.rpc("probe_fault", "")
+        assert all(one != other for one, other in zip(control.tokens, cold.tokens, strict=True))
+        assert all(one["loaded"] for one in records)
+        assert engine.lines("offload is on: a part for each rank")
