@@ -17,14 +17,19 @@ import functools
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvoffload import __version__
 from kvoffload.errors import UnsupportedEngine
 from kvoffload_engine import compat
-from kvoffload_engine.environment import DECISION_VARIABLE, POOL_VARIABLE, SOCKET_VARIABLE
+from kvoffload_engine.environment import (
+    BLOCKS_PER_CHUNK_VARIABLE,
+    DECISION_VARIABLE,
+    POOL_VARIABLE,
+    SOCKET_VARIABLE,
+)
 from kvoffload_engine.log import logger
 from kvoffload_engine.preflight import PreflightReason, first_obstacle, observe_engine
 
@@ -35,6 +40,7 @@ CONNECTOR = "KVOffloadConnector"
 CONNECTOR_MODULE = "kvoffload_engine.connector"
 SPEC = "KVOffloadSpec"
 SPEC_MODULE = "kvoffload_engine.spec"
+MAX_BLOCKS_PER_CHUNK = 64
 _WRAPPED = "_kvoffload_wrapped"
 
 
@@ -149,6 +155,7 @@ def build_with_connector(
             "spec_name": SPEC,
             "spec_module_path": SPEC_MODULE,
             "kvoffload_socket": os.environ[SOCKET_VARIABLE],
+            "blocks_per_chunk": blocks_per_chunk(os.environ),
         },
     )
     try:
@@ -164,6 +171,20 @@ def build_with_connector(
         f" ({decision.message})" if decision.message else "",
     )
     return config
+
+
+def blocks_per_chunk(environment: Mapping[str, str]) -> int:
+    """How many blocks make a chunk: 1, or what the user asks for; 1 for anything that is no such number."""
+    text = environment.get(BLOCKS_PER_CHUNK_VARIABLE, "") or "1"
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_BLOCKS_PER_CHUNK:
+        return int(text)
+    logger.warning(
+        "kvoffload: %s is %r, needed a whole number from 1 to %d: 1 is used",
+        BLOCKS_PER_CHUNK_VARIABLE,
+        text,
+        MAX_BLOCKS_PER_CHUNK,
+    )
+    return 1
 
 
 def restore_multimodal(config: Any, as_asked: Any) -> None:

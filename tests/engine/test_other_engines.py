@@ -64,30 +64,53 @@ def test_requests_with_an_adapter_share_with_those_of_the_same_adapter_only(pool
     assert wait_for_slots(pool, "leased", 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "minimum"),
-    [
-        ({"hf_overrides": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}}, 256),
-    ],
-    ids=["two-groups"],
-)
-def test_what_was_stored_is_loaded_with_the_tokens_of_a_cold_run(
-    pool: PoolDaemon, tmp_path: Path, options: dict[str, object], minimum: int
-) -> None:
-    """Chunks of two groups of layers: full attention, and a sliding window that keeps the last blocks only."""
+def test_two_groups_of_layers_are_loaded_with_the_tokens_of_a_cold_run(pool: PoolDaemon, tmp_path: Path) -> None:
+    """Full attention in one layer, and a sliding window, which keeps the last blocks only, in the other."""
     prompts = [make_prompt(8100 + index, 300 + 40 * index) for index in range(3)]
     with EngineProcess(
-        tmp_path, model="tiny-llama", socket=pool.attach("pod-other"), disable_hybrid_kv_cache_manager=False, **options
+        tmp_path,
+        model="tiny-llama",
+        socket=pool.attach("pod-groups"),
+        disable_hybrid_kv_cache_manager=False,
+        hf_overrides={"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
     ) as engine:
-        cold = engine.generate_cold(prompts)
         engine.rpc("probe_take")
+        cold = engine.generate_cold(prompts)
         warm = engine.generate_cold(prompts)
         records = engine.rpc("probe_take")
-        assert min(warm.cached) >= minimum
-        assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
         engine.rpc("probe_fault", "zeros")
         control = engine.generate_cold(prompts)
         engine.rpc("probe_fault", "")
-        assert all(one != other for one, other in zip(control.tokens, cold.tokens, strict=True))
-        assert all(one["loaded"] for one in records)
-        assert engine.lines("offload is on: a part for each rank")
+    assert min(warm.cached) >= 256
+    assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
+    assert all(one != other for one, other in zip(control.tokens, cold.tokens, strict=True))
+    for one in records:
+        stored = {offset: digest for offset, _, digest in one["stored"]}
+        loaded = {offset: digest for offset, _, digest in one["loaded"]}
+        assert loaded.items() <= stored.items()
+        assert 0 < len(loaded) < len(stored) * 3 / 4, "of the sliding window's blocks only the last are loaded"
+
+
+def test_chunks_of_three_blocks_are_loaded_from_the_middle_of_one(pool: PoolDaemon, tmp_path: Path) -> None:
+    """300 tokens are nine blocks of 32 and three chunks; four blocks are in vLLM's own cache, five come from the
+    pool."""
+    prompt = make_prompt(8200)
+    with EngineProcess(
+        tmp_path,
+        model="tiny-llama",
+        socket=pool.attach("pod-chunks"),
+        environment={"KVOFFLOAD_BLOCKS_PER_CHUNK": "3"},
+        block_size=32,
+    ) as engine:
+        engine.rpc("probe_take")
+        cold = engine.generate_cold([prompt])
+        stored = [one["stored"] for one in engine.rpc("probe_take")]
+        engine.generate_cold([prompt[:130]], max_tokens=1)
+        engine.rpc("probe_take")
+        warm = engine.generate([prompt])
+        loaded = [one["loaded"] for one in engine.rpc("probe_take")]
+    assert warm.cached == [288]
+    assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
+    for of_rank, back in zip(stored, loaded, strict=True):
+        assert len(back) * 9 == len(of_rank) * 5 > 0
+        assert {(offset, digest) for offset, _, digest in back} <= {(offset, digest) for offset, _, digest in of_rank}

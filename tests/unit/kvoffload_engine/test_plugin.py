@@ -172,6 +172,24 @@ def test_a_bug_of_ours_runs_without_us(
     assert "ZeroDivisionError" in one_line(caplog.records)
 
 
+@pytest.mark.parametrize(("text", "blocks"), [("", 1), ("4", 4), ("64", 64)])
+def test_chunks_have_the_blocks_that_the_user_asks_for(
+    stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch, text: str, blocks: int
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_BLOCKS_PER_CHUNK", text)
+    plugin.register()
+    extra = stub().create_engine_config().kv_transfer_config.kv_connector_extra_config
+    assert extra["blocks_per_chunk"] == blocks
+
+
+@pytest.mark.parametrize("text", ["0", "65", "-1", "1.5", "many", "\u00b2"])
+def test_chunks_of_no_such_number_of_blocks_are_of_one_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    assert plugin.blocks_per_chunk({"KVOFFLOAD_BLOCKS_PER_CHUNK": text}) == 1
+    assert "needed a whole number from 1 to 64: 1 is used" in caplog.text
+
+
 def test_a_vllm_without_engine_args_does_not_make_register_raise(
     stub: type[StubArgs], caplog: pytest.LogCaptureFixture
 ) -> None:
