@@ -1,4 +1,5 @@
-"""`python -m bench`: run every row, print the table, write build/bench/results.json."""
+"""`python -m bench [daemon] [engine]`: run every row, or those of one part, print the table, write
+build/bench/results.json."""
 
 import json
 import os
@@ -10,12 +11,13 @@ from bench import daemon, engine
 from bench.rows import Row
 
 RESULTS = Path("build/bench/results.json")
+PARTS = {"daemon": daemon.run, "engine": engine.run}
 
 
 def main() -> int:
     """Run and report; the exit status does not depend on targets, which the table and the file tell of."""
     load_before = os.getloadavg()[0]
-    rows = daemon.run() + engine.run()
+    rows = [row for name in sys.argv[1:] or PARTS for row in PARTS[name]()]
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n")
     print(f"\n{os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}")

@@ -5,11 +5,14 @@ A real vLLM takes a minute a start; `KVOFFLOAD_BENCH_VLLM=0` leaves those rows o
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from bench.rows import Measured, Row
 from hack.vllm.environment import environment_path
@@ -19,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = environment_path() / "bin" / "python"
 PROMPT_TOKENS = 1800
 PROMPTS = 6
+EXTENT_BYTES = 64 << 20
+PER_RANK = {"KVOFFLOAD_REPLICATED_LAYOUT": "per-rank"}
 
 
 def run() -> list[Row]:
@@ -80,9 +85,8 @@ def _measure_vllm(folder: Path) -> list[Row]:
         with EngineProcess(folder / "a", socket=socket, **options) as engine:
             engine.generate([make_prompt(99, PROMPT_TOKENS)], max_tokens=1)
             cold = [engine.generate_cold([prompt], max_tokens=1).seconds * 1e3 for prompt in prompts]
-            records = engine.rpc("probe_take")
-        chunk_pages = {offset for one in records for offset, _, _ in one["stored"]}
-        shares = [sum(size for _, size, _ in one["stored"]) for one in records]
+            records = [one["stored"] for one in engine.rpc("probe_take")]
+            slot_bytes = _slot_bytes(engine)
         with EngineProcess(folder / "b", socket=daemon.attach("pod-b"), probe=False, **options) as engine:
             engine.generate([make_prompt(98, PROMPT_TOKENS)], max_tokens=1)
             answers = [engine.generate_cold([prompt], max_tokens=1) for prompt in prompts]
@@ -90,10 +94,14 @@ def _measure_vllm(folder: Path) -> list[Row]:
             cached = [float(one.cached[0]) for one in answers]
         for name, given in (("with", socket), ("without", None)):
             begun = time.monotonic()
-            with EngineProcess(folder / name, socket=given, probe=False, **options):
+            # A row of parts, so that the same start tells of the plain layout; it takes the time of any other.
+            with EngineProcess(folder / name, socket=given, probe=False, environment=PER_RANK, **options) as engine:
                 starts[name] = time.monotonic() - begun
-    written = sum(shares)
-    num_pages = sum(len(one["stored"]) for one in records)
+                if given is not None:
+                    plain_slot_bytes = _slot_bytes(engine)
+    chunks_per_gib, plain_per_gib = (1 << 30) // slot_bytes, (1 << 30) // plain_slot_bytes
+    shares = _shares_of_first_rank(records, slot_bytes)
+    pages = [offset for of_rank in records for offset, _, _ in of_rank]
     return [
         Row(
             "cached tokens of a second engine's first request", "tokens", Measured.of(cached), None, "recompute: 0",
@@ -104,12 +112,16 @@ def _measure_vllm(folder: Path) -> list[Row]:
             Measured.of(cold), "recompute", "no recompute", min(cached) > 0,
         ),
         Row(
-            "bytes copied by rank 0 for each byte stored, two ranks", "share", Measured.of([shares[0] / written]), None,
-            "vLLM: all by rank 0", "one half", abs(shares[0] / written - 0.5) < 0.01,
+            f"bytes of a chunk copied by rank 0 of two, {len(shares)} chunks", "share", Measured.of(shares), None,
+            "vLLM: all by rank 0", "one half of each", min(shares) == max(shares) == 0.5,
         ),
         Row(
-            "copies of each stored page, two ranks", "copies", Measured.of([num_pages / len(chunk_pages)]), None,
-            "plain: 2", "1", num_pages == len(chunk_pages),
+            "copies of each stored page, two ranks", "copies", Measured.of([len(pages) / len(set(pages))]), None,
+            "plain: 2", "1", len(pages) == len(set(pages)),
+        ),
+        Row(
+            "chunks per GiB, two ranks", "chunks", Measured.of([chunks_per_gib]), Measured.of([plain_per_gib]),
+            "a part for each rank", "2 x the plain layout", chunks_per_gib >= 2 * plain_per_gib,
         ),
         Row(
             "start of an engine, with the pool beside without", "s", Measured.of([starts["with"]]),
@@ -117,3 +129,25 @@ def _measure_vllm(folder: Path) -> list[Row]:
             starts["with"] - starts["without"] <= 1.0,
         ),
     ]  # fmt: skip
+
+
+def _slot_bytes(engine: Any) -> int:
+    """Bytes of one chunk with all its parts, as this engine's workers said when their offload began."""
+    from engine_process import eventually
+
+    if not eventually(lambda: bool(engine.lines("slots of"))):
+        raise SystemExit(f"offload did not begin: {engine.log_path}")
+    found = re.search(r"slots of (\d+) bytes", engine.log)
+    assert found is not None
+    return int(found[1])
+
+
+def _shares_of_first_rank(records: list[list[Any]], slot_bytes: int) -> list[float]:
+    """What rank 0 copied of each chunk's bytes; slots stand one after the other in an extent."""
+    copied: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * len(records))
+    for rank, of_rank in enumerate(records):
+        for offset, num_bytes, _ in of_rank:
+            copied[offset // EXTENT_BYTES, offset % EXTENT_BYTES // slot_bytes][rank] += num_bytes
+    if len({sum(of_chunk) for of_chunk in copied.values()}) != 1:
+        raise SystemExit("the pages recorded do not make whole chunks")
+    return [of_chunk[0] / sum(of_chunk) for of_chunk in copied.values()]
