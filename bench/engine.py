@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -69,7 +68,6 @@ def _total(figures: dict[str, list[float]], kinds: tuple[str, ...]) -> Measured:
 
 
 def _measure_vllm(folder: Path) -> list[Row]:
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
     from engine_process import EngineProcess, make_prompt
 
     prompts = [make_prompt(seed, PROMPT_TOKENS) for seed in range(PROMPTS)]
