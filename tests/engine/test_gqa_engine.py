@@ -120,4 +120,6 @@ def test_weights_updated_in_the_middle_of_transfers_are_never_mixed_with_what_th
         assert min(got.cached) >= minimum
         assert minimum or got.cached == [0, 0, 0]
         assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
+    gqa_engine.rpc("probe_update_weights", 0.8)
+    assert gqa_engine.generate_cold([before]).cached == [0]
     assert wait_for_slots(pool, "leased", 0)

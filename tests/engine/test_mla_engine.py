@@ -123,19 +123,6 @@ def test_a_cache_reset_with_connector_forgets_what_was_stored(mla_engine: Engine
     assert mla_engine.generate_cold([prompt]).cached[0] >= 256
 
 
-def test_weights_updated_in_place_are_never_mixed_with_chunks_of_before(mla_engine: EngineProcess) -> None:
-    prompt = make_prompt(660)
-    mla_engine.generate_cold([prompt])
-    assert mla_engine.generate_cold([prompt]).cached[0] >= 256
-    mla_engine.rpc("probe_update_weights", 1.25)
-    changed = mla_engine.generate_cold([prompt])
-    assert changed.cached == [0]
-    warm = mla_engine.generate_cold([prompt])
-    assert warm.cached[0] >= 256
-    mla_engine.rpc("probe_update_weights", 0.8)
-    assert mla_engine.generate_cold([prompt]).cached == [0]
-
-
 def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(
     mla_engine: EngineProcess, pool: PoolDaemon
 ) -> None:
