@@ -1,4 +1,5 @@
-"""Everything in docs/ that is made from code: metrics, settings, chart values, the kubectl plugin, the sizing tables.
+"""Everything in docs/ that is made from code: metrics, settings, chart values, the kubectl plugin, the sizing tables,
+and the examples that pages show.
 
 python -m hack.docs.reference            write
 python -m hack.docs.reference --check    fail where a page differs
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from hack.docs import excerpts
 from hack.docs.api_page import build_api_page
 from hack.docs.metrics_page import build_page
 from hack.docs.settings_page import HEADER, build_settings_page, build_values_page
@@ -44,6 +46,16 @@ def build_sizing_page() -> str:
     return fill_in((DOCS / "sizing.md").read_text())
 
 
+def build_examples_page() -> str:
+    """The page with every example as it is now."""
+    return excerpts.fill_in((DOCS / "examples.md").read_text())
+
+
+def build_usage_page() -> str:
+    """The page with its example as it is now."""
+    return excerpts.fill_in((DOCS / "use-a-pool.md").read_text())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/api.md": build_api_page,
     "reference/metrics.md": build_page,
@@ -51,6 +63,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/values.md": build_values_page,
     "reference/cli.md": build_cli_page,
     "sizing.md": build_sizing_page,
+    "examples.md": build_examples_page,
+    "use-a-pool.md": build_usage_page,
 }
 
 

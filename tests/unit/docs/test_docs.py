@@ -34,6 +34,17 @@ def test_generated_page_is_current(page: str) -> None:
     assert (DOCS / page).read_text() == reference.PAGES[page](), "run python -m hack.docs.reference"
 
 
+def test_no_page_needs_mkdocs_to_show_a_file_and_each_that_shows_one_is_compared() -> None:
+    texts = {str(path.relative_to(DOCS)): path.read_text() for path in DOCS.rglob("*.md")}
+    assert not [page for page, text in texts.items() if "--8<--" in text]
+    assert {page for page, text in texts.items() if "<!-- file: " in text} <= set(reference.PAGES)
+
+
+def test_every_example_is_in_the_docs() -> None:
+    shown = set(re.findall(r"^<!-- file: examples/(\S+) -->$", (DOCS / "examples.md").read_text(), flags=re.MULTILINE))
+    assert shown == {path.name for path in (ROOT / "examples").glob("*.yaml")}
+
+
 def test_dashboard_is_current() -> None:
     assert dashboard.PATH.read_text() == dashboard.render(), "run python -m hack.docs.dashboard"
 

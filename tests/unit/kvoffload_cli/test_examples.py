@@ -13,7 +13,7 @@ from kvoffload.api.pool import KVOffloadPool
 from kvoffload_operator.webhook.injection import PoolFacts, inject
 
 FILES = example_files()
-WORKLOADS = {"Deployment", "LeaderWorkerSet", "InferenceService"}
+WORKLOADS = {"Deployment", "StatefulSet", "LeaderWorkerSet", "InferenceService"}
 
 
 def pools_in(path: Path) -> dict[str, KVOffloadPool]:
