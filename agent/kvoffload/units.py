@@ -77,3 +77,12 @@ def format_bytes(num_bytes: int) -> str:
         if num_bytes and num_bytes % (1 << shift) == 0:
             return f"{num_bytes >> shift}{suffix}"
     return str(num_bytes)
+
+
+def round_bytes(num_bytes: int) -> str:
+    """A short quantity for people, rounded to a tenth of its unit: `256Mi`, `12.3Gi`, `1000`."""
+    for suffix, shift in reversed(_BINARY.items()):
+        if num_bytes >> shift:
+            whole, tenth = divmod((num_bytes * 10 + (1 << shift - 1)) >> shift, 10)
+            return f"{whole}.{tenth}{suffix}" if tenth else f"{whole}{suffix}"
+    return str(num_bytes)

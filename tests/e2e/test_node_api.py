@@ -205,6 +205,7 @@ def test_a_daemon_reports_what_it_serves_and_leaves_the_operators_condition_alon
     assert daemon.condition("NodeReady")["message"] == "runs"
     assert daemon.condition("Degraded")["reason"] == "SharedMemoryFallback"
     assert status["capacityBytes"] == 32 << 20
+    assert status["capacity"] == "32Mi"
     assert status["epoch"] == 1
     assert status["engines"][0]["podUID"] == "pod-a"
     assert status["engines"][0]["predictedLayout"] == status["engines"][0]["confirmedLayout"] == "replicated"

@@ -33,6 +33,11 @@ def test_a_pool_becomes_ready_and_says_so_on_pool_region_and_node(
     make_ready(control_plane, pool)
     status = control_plane.get("kvpool", pool)["status"]
     assert status["capacityBytes"] == 2 * (64 << 20)
+    header, row = control_plane.kubectl("get", "kvpool", pool, "-o", "wide").splitlines()
+    columns = dict(zip(header.split(), row.split(), strict=True))
+    assert [columns[name] for name in ("PERNODE", "CAPACITY", "USED", "FREE", "SAVED")] == [
+        "64Mi", "128Mi", "0", "128Mi", "0",
+    ]  # fmt: skip
     assert (status["nodes"]["ready"], status["nodes"]["matching"]) == (2, 2)
     for node in ("n1", "n2"):
         wait_until(

@@ -6,11 +6,11 @@ program is normal during an upgrade. They are frozen: what was observed does not
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, computed_field
 from pydantic.alias_generators import to_camel
 
 from kvoffload.errors import InvalidSpec
-from kvoffload.units import QUANTITY_PATTERN, parse_quantity
+from kvoffload.units import QUANTITY_PATTERN, parse_quantity, round_bytes
 
 
 def _camel(name: str) -> str:
@@ -88,3 +88,41 @@ NamespaceName = Annotated[str, Field(pattern=DNS_LABEL_PATTERN, min_length=1, ma
 NodeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
 LabelValue = Annotated[str, Field(pattern=LABEL_VALUE_PATTERN, max_length=63)]
+
+Rounded = Annotated[str, Field(max_length=16)]
+"""Bytes for people, as `kubectl get` shows them."""
+
+
+class MemoryStatus(ApiModel):
+    """What a region holds, or all of a pool's: exact in `...Bytes`, and rounded for the columns of `kubectl get`."""
+
+    capacity_bytes: ByteCount = Field(default=0, description="capacityBytes reserved.")
+    used_bytes: ByteCount = Field(default=0, description="usedBytes hold blocks.")
+    free_bytes: ByteCount = Field(default=0, description="freeBytes can be stored to without evicting.")
+    saved_bytes: ByteCount = Field(
+        default=0, description="savedBytes is how many more bytes a plain layout would keep for the same blocks."
+    )
+
+    @computed_field(description="capacity is capacityBytes rounded, such as 256Mi.")  # type: ignore[prop-decorator]
+    @property
+    def capacity(self) -> Rounded:
+        """`capacity_bytes` for people."""
+        return round_bytes(self.capacity_bytes)
+
+    @computed_field(description="used is usedBytes rounded, such as 12.3Gi.")  # type: ignore[prop-decorator]
+    @property
+    def used(self) -> Rounded:
+        """`used_bytes` for people."""
+        return round_bytes(self.used_bytes)
+
+    @computed_field(description="free is freeBytes rounded.")  # type: ignore[prop-decorator]
+    @property
+    def free(self) -> Rounded:
+        """`free_bytes` for people."""
+        return round_bytes(self.free_bytes)
+
+    @computed_field(description="saved is savedBytes rounded.")  # type: ignore[prop-decorator]
+    @property
+    def saved(self) -> Rounded:
+        """`saved_bytes` for people."""
+        return round_bytes(self.saved_bytes)

@@ -15,10 +15,10 @@ from kvoffload.api.model import (
     DNS_LABEL_PATTERN,
     ApiModel,
     ApiObject,
-    ByteCount,
     Count,
     LabelKey,
     LabelValue,
+    MemoryStatus,
     NamespaceName,
     NodeName,
     Quantity,
@@ -341,7 +341,7 @@ class NodeProblem(ApiModel):
     message: Annotated[str, Field(max_length=1024)] = Field(description="message with numbers and the remedy.")
 
 
-class KVOffloadPoolStatus(ApiModel):
+class KVOffloadPoolStatus(MemoryStatus):
     """What the operator says about the pool; sums are over all nodes."""
 
     observed_generation: Annotated[int, Field(ge=0, le=2**60)] = Field(
@@ -359,12 +359,6 @@ class KVOffloadPoolStatus(ApiModel):
         max_length=MAX_PROBLEMS,
         description="problems names the first nodes that do not serve, in order of their names.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["node"]},
-    )
-    capacity_bytes: ByteCount = Field(default=0, description="capacityBytes reserved on all nodes.")
-    used_bytes: ByteCount = Field(default=0, description="usedBytes hold blocks.")
-    free_bytes: ByteCount = Field(default=0, description="freeBytes can be stored to without evicting.")
-    saved_bytes: ByteCount = Field(
-        default=0, description="savedBytes is how many more bytes a plain layout would keep for the same blocks."
     )
     engines: EngineCounts = Field(default=EngineCounts(), description="engines counts the engines attached.")
 
@@ -395,12 +389,12 @@ POOL_COLUMNS: list[dict[str, str | int]] = [
     {"name": "Nodes", "type": "integer", "jsonPath": ".status.nodes.matching", "description": "Matching nodes"},
     {"name": "NodesReady", "type": "integer", "jsonPath": ".status.nodes.ready"},
     {"name": "PerNode", "type": "string", "jsonPath": ".spec.capacity", "description": "Capacity asked on each node"},
-    {"name": "Capacity", "type": "integer", "jsonPath": ".status.capacityBytes", "description": "Bytes over all nodes"},
-    {"name": "Used", "type": "integer", "jsonPath": ".status.usedBytes"},
-    {"name": "Free", "type": "integer", "jsonPath": ".status.freeBytes", "priority": 1},
+    {"name": "Capacity", "type": "string", "jsonPath": ".status.capacity", "description": "Over all nodes"},
+    {"name": "Used", "type": "string", "jsonPath": ".status.used"},
+    {"name": "Free", "type": "string", "jsonPath": ".status.free", "priority": 1},
     {"name": "Engines", "type": "integer", "jsonPath": ".status.engines.attached"},
     {"name": "Replicated", "type": "integer", "jsonPath": ".status.engines.replicated"},
-    {"name": "Saved", "type": "integer", "jsonPath": ".status.savedBytes"},
+    {"name": "Saved", "type": "string", "jsonPath": ".status.saved"},
     {"name": "Reason", "type": "string", "jsonPath": ".status.conditions[?(@.type=='Ready')].reason", "priority": 1},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
 ]

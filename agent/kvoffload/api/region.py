@@ -11,7 +11,16 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from kvoffload.api.conditions import MAX_CONDITIONS, Condition
-from kvoffload.api.model import ApiModel, ApiObject, ByteCount, Count, NamespaceName, NodeName, read_metadata
+from kvoffload.api.model import (
+    ApiModel,
+    ApiObject,
+    ByteCount,
+    Count,
+    MemoryStatus,
+    NamespaceName,
+    NodeName,
+    read_metadata,
+)
 from kvoffload.api.pool import (
     MAX_QUOTAS,
     EvictionPolicy,
@@ -133,7 +142,7 @@ class RegionEngine(ApiModel):
     attached_since: datetime | None = Field(default=None, description="attachedSince is when its first rank attached.")
 
 
-class KVOffloadRegionStatus(ApiModel):
+class KVOffloadRegionStatus(MemoryStatus):
     """What the node daemon says; of the conditions, NodeReady is the operator's."""
 
     observed_generation: Annotated[int, Field(ge=0, le=2**60)] = Field(
@@ -145,13 +154,7 @@ class KVOffloadRegionStatus(ApiModel):
         description="conditions Ready, PagesReady, Degraded (node daemon) and NodeReady (operator).",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    capacity_bytes: ByteCount = Field(default=0, description="capacityBytes reserved.")
     allocated_bytes: ByteCount = Field(default=0, description="allocatedBytes of pages, in extents.")
-    used_bytes: ByteCount = Field(default=0, description="usedBytes hold blocks.")
-    free_bytes: ByteCount = Field(default=0, description="freeBytes can be stored to without evicting.")
-    saved_bytes: ByteCount = Field(
-        default=0, description="savedBytes is how many more bytes a plain layout would keep for the same blocks."
-    )
     daemon_version: Annotated[str, Field(max_length=64)] = Field(default="", description="daemonVersion that reports.")
     epoch: Annotated[int, Field(ge=0, le=2**53)] = Field(
         default=0, description="epoch counts the daemon's starts over this region."
@@ -196,12 +199,12 @@ REGION_COLUMNS: list[dict[str, str | int]] = [
         "jsonPath": ".status.conditions[?(@.type=='NodeReady')].status",
         "priority": 1,
     },
-    {"name": "Capacity", "type": "integer", "jsonPath": ".status.capacityBytes"},
-    {"name": "Used", "type": "integer", "jsonPath": ".status.usedBytes"},
-    {"name": "Free", "type": "integer", "jsonPath": ".status.freeBytes", "priority": 1},
+    {"name": "Capacity", "type": "string", "jsonPath": ".status.capacity"},
+    {"name": "Used", "type": "string", "jsonPath": ".status.used"},
+    {"name": "Free", "type": "string", "jsonPath": ".status.free", "priority": 1},
     {"name": "Engines", "type": "integer", "jsonPath": ".status.enginesAttached"},
     {"name": "Replicated", "type": "integer", "jsonPath": ".status.enginesReplicated"},
-    {"name": "Saved", "type": "integer", "jsonPath": ".status.savedBytes"},
+    {"name": "Saved", "type": "string", "jsonPath": ".status.saved"},
     {"name": "Reason", "type": "string", "jsonPath": ".status.conditions[?(@.type=='Ready')].reason", "priority": 1},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
 ]

@@ -26,7 +26,7 @@ from kvoffload.api.region import REGION_COLUMNS, KVOffloadRegion, KVOffloadRegio
 
 Schema = dict[str, Any]
 
-_DROPPED = ("title", "$defs")
+_DROPPED = ("title", "$defs", "readOnly")
 _POOL_NAME_RULE = {
     "rule": f"size(self.metadata.name) <= {MAX_POOL_NAME_LENGTH} && self.metadata.name.matches('{POOL_NAME_PATTERN}')",
     "messageExpression": "'metadata.name ' + self.metadata.name + ' must be a DNS label (lower case letters, digits "
@@ -38,6 +38,10 @@ _POOL_NAME_RULE = {
 def structural_schema(model: type[BaseModel]) -> Schema:
     """OpenAPI v3 structural schema of a model, without references."""
     schema = model.model_json_schema(by_alias=True, mode="validation")
+    if model.model_computed_fields:  # written, never read: only the other mode has them
+        schema["properties"] = (
+            model.model_json_schema(by_alias=True, mode="serialization")["properties"] | schema["properties"]
+        )
     return _structural(schema, schema.get("$defs", {}))
 
 

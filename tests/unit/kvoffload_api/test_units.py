@@ -1,11 +1,13 @@
 """Quantities are exact (case 28)."""
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import InvalidSpec
-from kvoffload.units import format_bytes, nearest_multiples, parse_quantity
+from kvoffload.units import format_bytes, nearest_multiples, parse_quantity, round_bytes
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,26 @@ def test_nearest_multiples_enclose_the_number(num_bytes: int, page_bytes: int) -
 
 def test_case_20_capacity_of_one_byte_too_many_has_two_neighbours() -> None:
     assert nearest_multiples((100 << 20) + 1, 2 << 20) == (100 << 20, 102 << 20)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0"),
+        (1000, "1000"),
+        (256 << 20, "256Mi"),
+        (13207024435, "12.3Gi"),
+        (1023 << 20, "1023Mi"),
+        ((1 << 30) - 1, "1024Mi"),
+        (2**60, "1Ei"),
+    ],
+)
+def test_a_rounded_quantity_is_short(num_bytes: int, text: str) -> None:
+    assert round_bytes(num_bytes) == text
+
+
+@given(st.integers(min_value=1, max_value=2**60))
+def test_a_rounded_quantity_is_off_by_a_twentieth_of_its_unit_at_most(num_bytes: int) -> None:
+    text = round_bytes(num_bytes)
+    unit = parse_quantity("1" + text.lstrip("0123456789."))
+    assert abs(Fraction(text.rstrip("KMGTPEi")) * unit - num_bytes) <= Fraction(unit, 20)
