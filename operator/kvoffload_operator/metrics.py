@@ -44,6 +44,12 @@ pool_nodes = Gauge(
     ["pool", "state"],
     registry=registry,
 )
+pool_active = Gauge(
+    "kvoffload_operator_pool_active",
+    "1 where the pool's mode is Active; 0: Observe or Paused, it serves nobody because it was told so",
+    ["pool"],
+    registry=registry,
+)
 api_writes_total = Gauge(
     "kvoffload_operator_api_writes", "Writes that the API server accepted since the start", registry=registry
 )

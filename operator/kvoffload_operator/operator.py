@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kvoffload.api.keys import DAEMON_OF_LABEL, OPERATOR_FIELD_MANAGER, POOL_LABEL
-from kvoffload.api.pool import KVOffloadPoolStatus, PageSize
+from kvoffload.api.pool import KVOffloadPoolStatus, Mode, PageSize
 from kvoffload.api.schema import build_crds
 from kvoffload.errors import KVOffloadError
 from kvoffload_operator import metrics
@@ -243,16 +243,19 @@ class Operator:
             known |= set(counts)
             for reason in known:
                 metrics.unattached_pods.labels(reason=reason).set(counts.get(reason, 0))
-            self._count_pool_nodes()
+            self._export_pools()
             await asyncio.sleep(SWEEP_SECONDS)
 
-    def _count_pool_nodes(self) -> None:
-        """Export the node counts of every pool's status; pools that are gone are no longer shown."""
+    def _export_pools(self) -> None:
+        """Export mode and node counts of every pool; pools that are gone are no longer shown."""
         metrics.pool_nodes.clear()
+        metrics.pool_active.clear()
         for pool in self._view.pools.values():
             counts = KVOffloadPoolStatus.model_validate(dict(pool.status)).nodes
             for state, count in counts.model_dump().items():
                 metrics.pool_nodes.labels(pool=pool.name, state=state).set(count)
+            if pool.pool is not None:
+                metrics.pool_active.labels(pool=pool.name).set(pool.pool.spec.mode is Mode.ACTIVE)
 
 
 async def run_operator(settings: Settings) -> int:

@@ -15,6 +15,7 @@ from kvoffload.api.conditions import (
     PoolCondition,
     PoolReason,
     RegionCondition,
+    RegionReason,
     find,
     transition,
 )
@@ -31,12 +32,14 @@ from kvoffload.api.pool import (
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.units import format_bytes
 from kvoffload_operator.observe import ObservedPool
-from kvoffload_operator.policies.node import NodeState
+from kvoffload_operator.policies.node import NodeState, NodeViolation
 from kvoffload_operator.policies.pool import PoolViolation
 from kvoffload_operator.reconcilers.region import NodePlan
 
 MAX_MESSAGE_NODES = 3
 MAX_PROBLEM_MESSAGE = 1024
+AS_TOLD = frozenset({PoolReason.OBSERVING, PoolReason.PAUSED, PoolReason.ROLLOUT_IN_PROGRESS})
+"""Reasons of a condition that is False because the pool does what its administrator said: no warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class Transition:
 
     @property
     def is_warning(self) -> bool:
-        """Whether it is a change for the worse."""
+        """Whether it is a change for the worse that nobody asked for."""
+        if self.condition.reason in AS_TOLD:
+            return False
         bad = "True" if self.condition.type == PoolCondition.DEGRADED else "False"
         return self.condition.status == bad
 
@@ -126,7 +131,7 @@ def build_pool_status(
                 node=plan.node, reason=plan.violation.reason, message=plan.violation.message[:MAX_PROBLEM_MESSAGE]
             )
             for plan in sorted(nodes, key=lambda plan: plan.node)
-            if plan.violation is not None
+            if plan.violation is not None and not _is_as_told(spec, plan.violation)
         ][:MAX_PROBLEMS],
         capacity_bytes=sum(region.status.capacity_bytes for region in alive),
         used_bytes=sum(region.status.used_bytes for region in alive),
@@ -137,6 +142,13 @@ def build_pool_status(
             replicated=sum(region.status.engines_replicated for region in alive),
         ),
     )
+
+
+def _is_as_told(spec: KVOffloadPoolSpec, violation: NodeViolation) -> bool:
+    """Whether the node does not serve only because the pool's mode says so."""
+    if spec.mode is Mode.OBSERVE and violation.state is NodeState.PENDING:
+        return True  # no daemon is made
+    return violation.reason in (RegionReason.OBSERVING, RegionReason.PAUSED)
 
 
 def _count(nodes: Sequence[NodePlan]) -> NodeCounts:

@@ -9,12 +9,14 @@ from kvoffload.api.conditions import PoolCondition, PoolReason, RegionCondition,
 from kvoffload.api.keys import SkipReason
 from kvoffload.layout.gate import LayoutReason
 from kvoffload_operator.events import PodEvent
+from kvoffload_operator.status import AS_TOLD
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/conditions.md").read_text()
 SECTIONS = {
     "KVOffloadPool": {*PoolCondition, *PoolReason},
     "KVOffloadRegion": {*RegionCondition, *RegionReason},
     "Events on pods": set(PodEvent),
+    "Events on pools": AS_TOLD,
     "Skip reasons": set(SkipReason),
     "Why a layout is not replicated": set(LayoutReason),
 }

@@ -268,6 +268,8 @@ def test_mode_observe_makes_nothing_and_counts_what_nodes_would_give() -> None:
     found = status_condition(plan, "Ready")
     assert found.reason == "Observing"
     assert "1 of 2 nodes could give 1Gi" in found.message
+    assert plan.status is not None
+    assert [one.node for one in plan.status.problems] == ["b"], "that nothing runs on a is no problem"
     assert plan.requeue_seconds is None
 
 
@@ -278,6 +280,29 @@ def test_mode_paused_keeps_daemons_and_regions_and_takes_the_ready_label_away() 
     assert all(node.region is not None and node.region["spec"]["mode"] == "Paused" for node in plan.nodes)
     assert [dict(node.labels) for node in plan.nodes] == [{"pool.kvoffload.io/main": None}] * 2
     assert status_condition(plan, "Ready").reason == "Paused"
+
+
+def test_nodes_of_a_paused_pool_are_no_problem() -> None:
+    runs = condition("NodeReady", reason="DaemonRunning")
+    paused = {node: region(node, runs, condition("Ready", "False", "Paused")) for node in "ab"}
+    status = plan_pool(facts(pool_manifest(mode="Paused"), regions=paused), OPTIONS).status
+    assert status is not None
+    assert status.problems == []
+
+
+@pytest.mark.parametrize("mode", ["Observe", "Paused"])
+def test_a_pool_that_does_as_told_warns_of_nothing_but_what_is_wrong(mode: str) -> None:
+    active = plan_pool(facts(), OPTIONS).status
+    told = plan_pool(facts(pool_manifest(mode=mode)), OPTIONS).status
+    assert active is not None
+    assert told is not None
+    changed = {one.condition.type: one.is_warning for one in find_transitions(active.to_manifest(), told)}
+    assert changed["Ready"] is False
+    assert not any(changed.values())
+    short = (observe_node(node_manifest("a", pages="0")),)
+    lacking = plan_pool(facts(pool_manifest(mode="Observe"), nodes=short, regions={}), OPTIONS).status
+    assert lacking is not None
+    assert [one.condition.type for one in find_transitions({}, lacking) if one.is_warning] == ["HugepagesAvailable"]
 
 
 def test_an_invalid_spec_is_a_condition_and_changes_nothing_else() -> None:
