@@ -2,7 +2,8 @@
 
 `python -m hack.chart` builds what the cache lacks; run by `make test-unit` before tests/chart. kubeconform would fetch
 schemas from the network; ours are written from the OpenAPI documents that the Go module of Kubernetes carries, which
-the cluster is built from as well, so that manifests are held against the very version that they are tried on.
+the cluster is built from as well, so that manifests are held against the very version that they are tried on, and from
+the CRDs in the Go modules of cert-manager and the Prometheus operator.
 """
 
 import json
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hack.cache import cache_root, made_whole
 from hack.cluster.programs import PROGRAMS, GoProgram, download_module, ensure_program
@@ -32,6 +35,15 @@ KUBECONFORM = GoProgram(
     packages=("github.com/yannh/kubeconform/cmd/kubeconform",),
     binaries=("kubeconform",),
 )
+CERT_MANAGER = ("github.com/cert-manager/cert-manager", "1.21.2")
+PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "0.85.0")
+"""Module and version. Only the kinds' schemas are taken from it: nothing is built."""
+FOREIGN_CRDS = (
+    (CERT_MANAGER, "deploy/crds/cert-manager.io_certificates.yaml"),
+    (PROMETHEUS_OPERATOR, "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml"),
+    (PROMETHEUS_OPERATOR, "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml"),
+)
+"""CRDs of the kinds that the chart makes and that are neither Kubernetes' nor ours."""
 SCHEMA_LOCATION = "{{.Group}}-{{.ResourceAPIVersion}}-{{.ResourceKind}}.json"
 """Name of a kind's schema as kubeconform spells it: kind in small letters; the core group is `v1`, as its version."""
 
@@ -47,11 +59,14 @@ class ChartTools:
     kubeconform: Path
     schemas: Path
     """Folder of one strict JSON schema a kind, named by SCHEMA_LOCATION."""
+    foreign_schemas: Path
+    """The same for FOREIGN_CRDS."""
 
     @property
     def are_there(self) -> bool:
         """Everything is in the cache."""
-        return all(path.exists() for path in (self.helm, self.helm_unittest, self.kubeconform, self.schemas))
+        paths = (self.helm, self.helm_unittest, self.kubeconform, self.schemas, self.foreign_schemas)
+        return all(path.exists() for path in paths)
 
 
 def find_chart_tools() -> ChartTools:
@@ -61,6 +76,7 @@ def find_chart_tools() -> ChartTools:
         helm_unittest=HELM_UNITTEST.folder / "helm-unittest",
         kubeconform=KUBECONFORM.folder / "kubeconform",
         schemas=cache_root() / "programs" / f"kubernetes-schemas-{KUBERNETES_VERSION}",
+        foreign_schemas=cache_root() / "programs" / f"crd-schemas-{CERT_MANAGER[1]}-{PROMETHEUS_OPERATOR[1]}",
     )
 
 
@@ -76,6 +92,14 @@ def ensure_chart_tools() -> ChartTools:
                 for path in sorted(documents.glob("*__v*_openapi.json")):
                     for name, schema in kind_schemas(json.loads(path.read_text())):
                         (target / name).write_text(json.dumps(schema))
+    if not tools.foreign_schemas.exists():
+        with (
+            step("Writing JSON schemas from the CRDs of cert-manager and the Prometheus operator"),
+            made_whole(tools.foreign_schemas) as target,
+        ):
+            for module, crd in FOREIGN_CRDS:
+                name, schema = crd_schema(yaml.safe_load((download_module(*module) / crd).read_text()))
+                (target / name).write_text(json.dumps(schema))
     return tools
 
 
@@ -98,7 +122,12 @@ def crd_schema(crd: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return file name and strict JSON schema of the one version of a CustomResourceDefinition."""
     (version,) = crd["spec"]["versions"]
     schema = make_strict(version["schema"]["openAPIV3Schema"])
-    schema["properties"]["metadata"] = {"type": "object"}
+    # what the API server knows of every object
+    schema["properties"] |= {
+        "apiVersion": {"type": "string"},
+        "kind": {"type": "string"},
+        "metadata": {"type": "object"},
+    }
     return f"{crd['spec']['group']}-{version['name']}-{crd['spec']['names']['kind'].lower()}.json", schema
 
 
