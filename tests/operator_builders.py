@@ -64,6 +64,7 @@ def daemonset_options(**changes: Any) -> DaemonSetOptions:
         "hugetlbfs_paths": {PageSize.MI_2: "/dev/hugepages", PageSize.GI_1: "/dev/hugepages-1Gi"},
         "service_account": "kvoffload-node",
         "priority_class": "kvoffload-node",
+        "labels": {},
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
         "log_level": "INFO",
         "owner": {"name": "kvoffload-operator", "uid": "uid-operator"},

@@ -15,7 +15,7 @@ from kvoffload.api.region import RegionEngine
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
 from kvoffload_cli.kube import ClusterReader
-from kvoffload_cli.observe import observe_cluster
+from kvoffload_cli.observe import observe_pod
 from kvoffload_cli.options import Context, Kubeconfig, Output
 from kvoffload_cli.output import OutputFormat, labelled, make_console, print_json, show_bytes
 from kvoffload_cli.remedies import SKIP_REMEDIES
@@ -43,7 +43,8 @@ def pod_command(
     """Why a pod is or is not injected, attached, replicated and sharing; predicted beside confirmed."""
     if "/" in name:
         namespace, _, name = name.partition("/")
-    facts = observe_cluster(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
+    reader = ClusterReader(kubeconfig=kubeconfig, context=context)
+    facts = observe_pod(reader, namespace=namespace, name=name, now=datetime.now(UTC))
     explanations = explain_pod(facts, namespace=namespace, name=name)
     console = make_console()
     if output is OutputFormat.JSON:
@@ -71,6 +72,8 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
             f"no pod {namespace}/{name} with the label {keys.POOL_LABEL}; label the pod template with "
             f"{keys.POOL_LABEL}: <pool> and let the pod be created anew"
         )
+    if facts.unreadable:
+        return _explain_without_pools(facts, pod)
     pool = facts.pool(pod.pool)
     engines = facts.engines.get((namespace, name), ())
     answers = [
@@ -96,6 +99,18 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
             )
         )
     return answers
+
+
+def _explain_without_pools(facts: ClusterFacts, pod: OptedInPod) -> list[Explanation]:
+    """What the pod alone says, where the user may not read pools and regions."""
+    ask = "ask an administrator for the ClusterRole kvoffload-viewer: pools and regions say what became of the pod"
+    return [
+        Explanation("Pod", (f"{pod.namespace}/{pod.name}, {pod.phase} on node {pod.node or '(not scheduled)'}",)),
+        Explanation("Pool", (pod.pool,)),
+        Explanation("Injected", tuple(_about_injection(pod))),
+        *([Explanation("Layout", tuple(_about_layout(pod, ())))] if pod.injected_version else []),
+        Explanation("Not read", (*facts.unreadable, ask)),
+    ]
 
 
 def _about_pool(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool | None) -> Iterator[str]:

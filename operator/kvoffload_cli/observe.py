@@ -1,6 +1,7 @@
 """From the API server's objects to `ClusterFacts`. Called by every command that looks at a cluster."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -94,8 +95,20 @@ def observe_pools(reader: Reader, *, now: datetime) -> ClusterFacts:
     )
 
 
+def observe_pod(reader: Reader, *, namespace: str, name: str, now: datetime) -> ClusterFacts:
+    """What `explain pod` needs: the pod, pools and regions, which is all that an application owner may read.
+
+    Raises:
+        Denied: the pod itself cannot be read.
+    """
+    facts = observe_pools(reader, now=now)
+    found = reader.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
+    opted_in = found is not None and labels_of(found).get(keys.POOL_LABEL)
+    return replace(facts, pods=(opted_in_pod(found),) if found is not None and opted_in else ())
+
+
 def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
-    """Everything that `doctor` and `explain` judge."""
+    """Everything that `doctor` judges."""
     seen = Observation(reader)
     pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
     regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)

@@ -137,6 +137,7 @@ class Operator:
             hugetlbfs_paths={PageSize.MI_2: settings.hugetlbfs_path_2mi, PageSize.GI_1: settings.hugetlbfs_path_1gi},
             service_account=settings.node_service_account,
             priority_class=settings.node_priority_class,
+            labels=settings.node_labels,
             resources=settings.node_resources,
             log_level=settings.log_level,
             owner={"name": name, "uid": deployment["metadata"]["uid"]},

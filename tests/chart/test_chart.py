@@ -88,14 +88,14 @@ def test_what_the_chart_sets_is_what_the_settings_know(objects: list[dict[str, A
         parsed = {}
         for name, value in values.items():
             field = name.removeprefix("KVOFFLOAD_").lower()
-            is_json = field in ("node_resources", "image_pull_secrets")
+            is_json = field in ("node_resources", "node_labels", "image_pull_secrets")
             parsed[field] = json.loads(value) if is_json else value
         Settings.model_validate(parsed)
 
 
 def test_no_rule_has_a_wildcard_and_secrets_are_named(objects: list[dict[str, Any]]) -> None:
     roles = [one for one in objects if one["kind"] in ("Role", "ClusterRole")]
-    assert len(roles) == 6
+    assert len(roles) == 7
     for role in roles:
         for rule in role["rules"]:
             for part in ("apiGroups", "resources", "verbs"):

@@ -37,6 +37,11 @@ VALUES = {
             "priorityClassName=system-cluster-critical",
         )
     ],
+    "a site's labels and registry": [
+        "commonLabels.team=ml",
+        "global.imageRegistry=registry.example.com/mirror",
+        f"image.node.digest={DIGEST}",
+    ],
     "cert-manager": ["webhook.certificates.mode=cert-manager", "webhook.certificates.issuerRef.name=mine"],
     "provided": [
         "webhook.certificates.mode=provided",

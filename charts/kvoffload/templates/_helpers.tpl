@@ -9,6 +9,9 @@
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvoffload.selectorLabels" -}}
@@ -35,6 +38,7 @@ kvoffload.io/webhook-replica: {{ .replica | quote }}
 
 {{/* An image's reference; call with (dict "root" . "image" .Values.image.operator). */}}
 {{- define "kvoffload.image" -}}
+{{- with .root.Values.global.imageRegistry }}{{ trimSuffix "/" . }}/{{ end }}
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
 {{- else -}}

@@ -42,6 +42,8 @@ class DaemonSetOptions:
     hugetlbfs_paths: Mapping[PageSize, str]
     service_account: str
     priority_class: str
+    labels: Mapping[str, str]
+    """Besides ours, which win."""
     resources: Mapping[str, Mapping[str, str]]
     log_level: str
     owner: Mapping[str, str]
@@ -54,6 +56,7 @@ def build_daemonset(pool: str, spec: KVOffloadPoolSpec, *, capacity_bytes: int, 
     `capacity_bytes` is the pages that each pod asks for: the spec's, or more while a shrinking region still holds them.
     """
     labels = {
+        **options.labels,
         "app.kubernetes.io/name": "kvoffload",
         "app.kubernetes.io/component": "node",
         DAEMON_OF_LABEL: pool,

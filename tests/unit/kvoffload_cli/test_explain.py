@@ -9,7 +9,7 @@ from fixtures.cli.cluster import NOW, FixtureReader, ailing, engine, healthy, po
 from kvoffload.api.keys import SkipReason
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.explain import as_document, explain_pod, render
-from kvoffload_cli.observe import POOLS, REGIONS, observe_cluster
+from kvoffload_cli.observe import POOLS, REGIONS, observe_pod
 from kvoffload_cli.remedies import SKIP_REMEDIES
 
 PODS = [
@@ -28,8 +28,8 @@ CLUSTERS = {"healthy": healthy, "ailing": ailing}
 
 @pytest.mark.parametrize(("cluster", "name"), PODS)
 def test_answers_are_the_golden_ones(cluster: str, name: str, golden: Callable[[str, str], None]) -> None:
-    facts = observe_cluster(FixtureReader(CLUSTERS[cluster]()), now=NOW)
     namespace, _, pod_name = name.partition("/")
+    facts = observe_pod(FixtureReader(CLUSTERS[cluster]()), namespace=namespace, name=pod_name, now=NOW)
     console = Console(width=160, highlight=False)
     with console.capture() as capture:
         render(console, explain_pod(facts, namespace=namespace, name=pod_name))
@@ -41,7 +41,7 @@ def test_every_skip_reason_has_a_remedy() -> None:
 
 
 def test_pod_without_the_label_is_told_how_to_opt_in() -> None:
-    facts = observe_cluster(FixtureReader(healthy()), now=NOW)
+    facts = observe_pod(FixtureReader(healthy()), namespace="team-a", name="nothing", now=NOW)
     with pytest.raises(InvalidSpec, match=r"kvoffload\.io/pool: <pool>"):
         explain_pod(facts, namespace="team-a", name="nothing")
 
@@ -58,7 +58,7 @@ def test_sharing_follows_the_pool(sharing: str, expected: list[str]) -> None:
     objects = healthy()
     objects[POOLS] = [pool("llm", sharing=sharing)]
     objects[REGIONS][0]["status"]["engines"] = [engine("team-a", "vllm-a"), engine("team-b", "vllm-b")]
-    facts = observe_cluster(FixtureReader(objects), now=NOW)
+    facts = observe_pod(FixtureReader(objects), namespace="team-a", name="vllm-a", now=NOW)
     assert as_document(explain_pod(facts, namespace="team-a", name="vllm-a"))["sharing"][-1:] == expected
 
 
@@ -66,5 +66,21 @@ def test_unknown_skip_reason_of_a_newer_webhook_is_shown_as_it_is() -> None:
     objects = healthy()
     annotations = {"kvoffload.io/skip-reason": "FullMoon"}
     objects["/api/v1/pods"] = [pod("later", injected=False, annotations=annotations)]
-    facts = observe_cluster(FixtureReader(objects), now=NOW)
+    facts = observe_pod(FixtureReader(objects), namespace="team-a", name="later", now=NOW)
     assert "FullMoon" in as_document(explain_pod(facts, namespace="team-a", name="later"))["injected"][0]
+
+
+def test_who_may_read_only_the_pod_learns_what_it_says_and_whom_to_ask(golden: Callable[[str, str], None]) -> None:
+    reader = FixtureReader(healthy(), denied=(POOLS, REGIONS))
+    facts = observe_pod(reader, namespace="team-a", name="vllm-a", now=NOW)
+    console = Console(width=160, highlight=False)
+    with console.capture() as capture:
+        render(console, explain_pod(facts, namespace="team-a", name="vllm-a"))
+    golden("explain-denied-vllm-a.txt", capture.get())
+
+
+def test_nothing_is_read_that_belongs_to_other_namespaces() -> None:
+    others = ("/api/v1/pods", "/api/v1/nodes", "/apis/apps/v1/deployments", "/version")
+    facts = observe_pod(FixtureReader(healthy(), denied=others), namespace="team-a", name="vllm-a", now=NOW)
+    assert facts.unreadable == ()
+    assert "attached" in as_document(explain_pod(facts, namespace="team-a", name="vllm-a"))

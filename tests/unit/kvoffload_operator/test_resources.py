@@ -63,6 +63,15 @@ def test_the_digest_follows_the_spec_and_nothing_else() -> None:
     assert build(CASES["daemonset"])["metadata"]["annotations"][SPEC_HASH_ANNOTATION] == digests["daemonset"]
 
 
+def test_the_site_s_labels_are_on_daemonset_and_pods_and_select_nothing() -> None:
+    options = daemonset_options(labels={"team": "ml", "app.kubernetes.io/name": "mine"})
+    built = build_daemonset("main", spec_of(), capacity_bytes=1 << 30, options=options)
+    for metadata in (built["metadata"], built["spec"]["template"]["metadata"]):
+        assert metadata["labels"]["team"] == "ml"
+        assert metadata["labels"]["app.kubernetes.io/name"] == "kvoffload"
+    assert set(built["spec"]["selector"]["matchLabels"]) == {"kvoffload.io/daemon-of"}
+
+
 def test_shared_memory_counts_as_memory_and_asks_for_no_huge_page() -> None:
     daemon = build(CASES["daemonset-shared-memory"])["spec"]["template"]["spec"]["containers"][0]
     assert not [name for name in daemon["resources"]["limits"] if name.startswith("hugepages")]
