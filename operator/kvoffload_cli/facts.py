@@ -114,6 +114,8 @@ class ClusterFacts:
     workloads: tuple[Workload, ...] = ()
     webhooks: tuple[WebhookFacts, ...] = ()
     serving_certificates: tuple[CertificateFacts, ...] = ()
+    webhook_answers: bool | None = None
+    """Whether the API server asked the webhook about a pod that is not stored; None where that was not tried."""
     crds: tuple[CRDFacts, ...] = ()
     pods: tuple[OptedInPod, ...] = ()
     unreadable: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The plugin's only module that speaks to the API server. Reads; it never writes."""
+"""The plugin's only module that speaks to the API server: it reads, tries by dry run, and stores nothing."""
 
 import json
 from typing import Any, Protocol
@@ -35,6 +35,9 @@ class Reader(Protocol):
 
     def text(self, path: str) -> str:
         """What a proxied path answers. Raises Denied, ClusterUnavailable."""
+
+    def admit(self, path: str, manifest: dict[str, Any]) -> dict[str, Any]:
+        """What would be stored of a new object, which is not (dry run). Raises Denied, ClusterUnavailable."""
 
 
 class ClusterReader:
@@ -73,12 +76,20 @@ class ClusterReader:
             raise ClusterUnavailable(f"{path}: not found")
         return answer
 
-    def _request(self, path: str, query: "list[tuple[str, str]]") -> str | None:
+    def admit(self, path: str, manifest: dict[str, Any]) -> dict[str, Any]:
+        """What would be stored of a new object, which is not (dry run)."""
+        answer = self._request(path, [("dryRun", "All")], manifest)
+        if answer is None:
+            raise ClusterUnavailable(f"{path}: not found")
+        return dict(json.loads(answer))
+
+    def _request(self, path: str, query: "list[tuple[str, str]]", manifest: dict[str, Any] | None = None) -> str | None:
         request = self._client.param_serialize(
-            method="GET",
+            method="GET" if manifest is None else "POST",
             resource_path=path,
             query_params=query,
-            header_params={"Accept": "application/json, text/plain;q=0.9"},
+            body=manifest,
+            header_params={"Accept": "application/json, text/plain;q=0.9", "Content-Type": "application/json"},
             auth_settings=["BearerToken"],
         )
         try:
@@ -90,9 +101,10 @@ class ClusterReader:
         if response.status == 404:
             return None
         if response.status in (401, 403):
-            raise Denied(f"reading {path} is not allowed ({response.status}): {_message(text)}")
+            verb = "reading" if manifest is None else "a dry run of creating in"
+            raise Denied(f"{verb} {path} is not allowed ({response.status}): {_message(text)}")
         if response.status >= 400:
-            raise ClusterUnavailable(f"reading {path} failed ({response.status}): {_message(text)}")
+            raise ClusterUnavailable(f"asking {path} failed ({response.status}): {_message(text)}")
         return text
 
 

@@ -38,6 +38,26 @@ POOLS, REGIONS = f"{API}/{keys.POOL_PLURAL}", f"{API}/{keys.REGION_PLURAL}"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 OURS = "app.kubernetes.io/name=kvoffload"
+PROBE_PATH = "/api/v1/namespaces/default/pods"
+PROBE_TRIES = 3
+"""One call that takes longer than the webhook's timeout, on a busy node, is not what is looked for."""
+PROBE = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "kvoffload-doctor", "labels": {keys.POOL_LABEL: "kvoffload-doctor"}},
+    "spec": {
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [
+            {
+                "name": "vllm",
+                "image": "vllm/vllm-openai",
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            }
+        ],
+    },
+}
+"""A pod that Pod Security `restricted` takes, for a pool that there is not: the webhook's answer is a skip reason."""
 FINISHED = ("Succeeded", "Failed")
 
 
@@ -136,6 +156,7 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
         workloads=tuple(workloads),
         webhooks=tuple(webhooks),
         serving_certificates=tuple(certificate_facts(one, where=where) for where, one in serving.items()),
+        webhook_answers=probe_webhook(seen) if workloads or webhooks else None,
         crds=tuple(
             crd_facts(expected, seen.get(f"{CRDS}/{expected['metadata']['name']}"))
             for expected in build_crds().values()
@@ -145,6 +166,19 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
         invalid=tuple(seen.invalid),
         engines=engines_by_pod(regions),
     )
+
+
+def probe_webhook(seen: Observation) -> bool | None:
+    """Whether a labelled pod that is created now meets the webhook; None, and noted, where RBAC forbids to try."""
+    try:
+        for _ in range(PROBE_TRIES):
+            stored = seen.reader.admit(PROBE_PATH, PROBE)
+            if keys.SKIP_REASON_ANNOTATION in stored["metadata"].get("annotations", {}):
+                return True
+    except Denied as error:
+        seen.unreadable.append(str(error))
+        return None
+    return False
 
 
 def engines_by_pod(regions: Iterable[KVOffloadRegion]) -> dict[tuple[str, str], tuple[RegionEngine, ...]]:

@@ -26,6 +26,7 @@ from kvoffload_cli.checks.release import (
     kubernetes_is_too_old,
     object_is_unreadable,
     release_is_incomplete,
+    webhook_is_not_asked,
     webhook_is_not_trusted,
 )
 from kvoffload_cli.facts import ClusterFacts
@@ -38,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     object_is_unreadable,
     release_is_incomplete,
     webhook_is_not_trusted,
+    webhook_is_not_asked,
     certificate_expires,
     pool_matches_no_node,
     pools_overlap,

@@ -82,6 +82,18 @@ def webhook_is_not_trusted(facts: ClusterFacts) -> Found:
             yield Severity.ERROR, subject, message, remedy
 
 
+def webhook_is_not_asked(facts: ClusterFacts) -> Found:
+    """A labelled pod goes past the webhook: the one thing that everything above is for, tried."""
+    if facts.webhook_answers is False:
+        yield (
+            Severity.ERROR,
+            "webhook",
+            "a labelled pod, created in a dry run, came back without the webhook's annotation: no pod is injected",
+            "mend what is named above; if that is nothing, the API server cannot reach the webhook: open TCP 9443 from "
+            "the control plane to the nodes (docs/troubleshooting.md, No pod is injected)",
+        )
+
+
 def certificate_expires(facts: ClusterFacts) -> Found:
     """A certificate is past its time, or nearly."""
     authorities = [one for webhook in facts.webhooks for one in webhook.authorities]

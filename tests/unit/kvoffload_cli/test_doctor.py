@@ -23,7 +23,7 @@ from fixtures.cli.cluster import webhook_configuration as configuration
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
 from kvoffload_cli.facts import ClusterFacts
-from kvoffload_cli.observe import ADMISSION, POOLS, observe_cluster
+from kvoffload_cli.observe import ADMISSION, POOLS, PROBE_PATH, observe_cluster
 
 Objects = dict[str, object]
 
@@ -84,6 +84,18 @@ def test_certificate_is_reported_two_weeks_ahead(days: int, severity: Severity |
     found = findings_of(objects)
     assert [finding.severity for finding in found] == ([severity] if severity else [])
     assert all(word in finding.message for finding in found)
+
+
+def test_a_webhook_that_is_not_asked_is_an_error_although_all_its_parts_are_well() -> None:
+    (found,) = findings_of(healthy() | {"answers": False})
+    assert (found.check, found.severity) == ("webhook_is_not_asked", Severity.ERROR)
+    assert "9443" in found.remedy
+
+
+def test_who_may_create_no_pod_is_told_that_the_webhook_was_not_tried() -> None:
+    facts = observe_cluster(FixtureReader(healthy() | {"answers": False}, denied=(PROBE_PATH,)), now=NOW)
+    assert run_checks(facts) == []
+    assert [PROBE_PATH in sentence for sentence in facts.unreadable] == [True]
 
 
 @pytest.mark.parametrize("bundle", ["", "bm8gY2VydGlmaWNhdGU="])
