@@ -33,10 +33,12 @@ def root(
         raise typer.Exit
 
 
-app.command("plan")(plan.command)
-app.command("doctor")(doctor.command)
-app.command("status")(status.command)
-app.command("top")(top.command)
+EXAMPLE = "Example: kubectl kvoffload "
+
+app.command("plan", epilog=f"{EXAMPLE}plan -m config.json --tp 8 --node-memory 1Ti")(plan.command)
+app.command("doctor", epilog=f"{EXAMPLE}doctor -o json")(doctor.command)
+app.command("status", epilog=f"{EXAMPLE}status llm")(status.command)
+app.command("top", epilog=f"{EXAMPLE}top --interval 5")(top.command)
 app.add_typer(explain.app, name="explain")
 
 

@@ -18,7 +18,10 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 
 
 def command(kubeconfig: Kubeconfig = None, context: Context = None, output: Output = OutputFormat.TEXT) -> None:
-    """Check nodes, pages, webhook, certificates, CRDs, pools and pods; status 1 if anything is an error."""
+    """Find what is wrong, with the remedy.
+
+    Check nodes, pages, webhook, certificates, CRDs, pools and pods; status 1 if anything is an error.
+    """
     facts = observe_cluster(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
     findings = run_checks(facts)
     console = make_console()

@@ -32,7 +32,7 @@ class Explanation:
     answer: tuple[str, ...]
 
 
-@app.command("pod")
+@app.command("pod", epilog="Example: kubectl kvoffload explain pod team-a/vllm-0")
 def pod_command(
     name: Annotated[str, typer.Argument(help="NAMESPACE/NAME, or NAME with --namespace.")],
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the pod.")] = "default",
@@ -40,7 +40,10 @@ def pod_command(
     context: Context = None,
     output: Output = OutputFormat.TEXT,
 ) -> None:
-    """Why a pod is or is not injected, attached, replicated and sharing; predicted beside confirmed."""
+    """Say why a pod is injected or not.
+
+    Why it is or is not injected, attached, replicated and sharing; predicted beside confirmed.
+    """
     if "/" in name:
         namespace, _, name = name.partition("/")
     reader = ClusterReader(kubeconfig=kubeconfig, context=context)

@@ -43,7 +43,10 @@ def command(
     pool: Annotated[str, typer.Option(help="Name of the pool in the manifest.")] = "llm",
     output: Output = OutputFormat.TEXT,
 ) -> None:
-    """Bytes per token and block, the layout and why, what fits, and the pages to reserve."""
+    """Size a pool, without a cluster.
+
+    Bytes per token and block, the layout and why, what fits, and the pages to reserve.
+    """
     require_one_of("page-size", page_size, PAGE_BYTES)
     config, source = read_config(model)
     shape = read_shape(config)

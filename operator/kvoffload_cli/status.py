@@ -29,7 +29,10 @@ def command(
     context: Context = None,
     output: Output = OutputFormat.TEXT,
 ) -> None:
-    """Pools, nodes and engines: what is held, what is saved, what is not ready and why."""
+    """Show pools, nodes and engines.
+
+    What is held, what is saved, what is not ready and why.
+    """
     facts = observe_pools(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
     pools = select(facts, pool)
     console = make_console()

@@ -62,7 +62,10 @@ def command(
     kubeconfig: Kubeconfig = None,
     context: Context = None,
 ) -> None:
-    """Use, hits and rates of every node, refreshed until interrupted."""
+    """Watch use, hits and rates of every node.
+
+    Refreshed until interrupted.
+    """
     reader = ClusterReader(kubeconfig=kubeconfig, context=context)
     console = make_console()
     frames = watch(reader, interval_seconds=interval, iterations=iterations)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.control_plane import ControlPlane, running_control_plane
+from e2e.control_plane import ControlPlane, render_chart, running_control_plane
 from fixtures.cli.cluster import SYSTEM, FixtureReader, Object, ailing
 from kvoffload.api.schema import build_crds
 from kvoffload_cli.checks import CHECKS, run_checks
@@ -153,3 +153,45 @@ def test_a_user_who_may_read_little_is_told_what_was_not_checked(
     assert document["checked"]["pools"] == 3
     assert document["checked"]["nodes"] == 0
     assert any("/api/v1/nodes is not allowed (403)" in sentence for sentence in document["notChecked"])
+
+
+def test_an_application_owner_may_ask_why_with_rights_in_the_namespace_and_the_viewer_role(
+    ailing_server: tuple[ControlPlane, dict[str, Any]],
+) -> None:
+    plane, _ = ailing_server
+    plane.kubectl("create", "serviceaccount", "owner", "-n", "team-b")
+    plane.kubectl(
+        "create", "rolebinding", "owner", "-n", "team-b", "--clusterrole=view", "--serviceaccount=team-b:owner"
+    )
+    kubeconfig = plane.write_kubeconfig("owner", plane.kubectl("create", "token", "owner", "-n", "team-b").strip())
+
+    def explain() -> dict[str, list[str]]:
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "kvoffload_cli",
+            "explain",
+            "pod",
+            "team-b/vllm-b",
+            "-o",
+            "json",
+        ]
+        environment = os.environ | {"KUBECONFIG": str(kubeconfig)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    alone = explain()
+    assert alone["injected"][0].startswith("yes")
+    assert "attached" not in alone
+    assert "kvoffload-viewer" in alone["not read"][-1]
+    (viewer,) = (one for one in render_chart() if one["metadata"]["name"] == "kvoffload-viewer")
+    plane.apply(viewer)
+    plane.kubectl(
+        "create", "clusterrolebinding", "v", "--clusterrole=kvoffload-viewer", "--serviceaccount=team-b:owner"
+    )
+    informed = explain()
+    assert "not read" not in informed
+    assert informed["attached"]
