@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hack.cache import cache_root, made_whole
+from hack.cache import cache_root, content_hash, made_whole
 from hack.cluster.settings import CONTAINERD_VERSION, ETCD_VERSION, HELM_VERSION, KUBERNETES_VERSION
 from hack.console import StepError, say, step
 from hack.shell import run
@@ -50,11 +50,14 @@ class GoProgram:
     replaces_staging: bool = False
     replaces: str = ""
     """A replacement that the module's own go.mod names: Go heeds only the main module's."""
+    main: Path | None = None
+    """A main.go of ours over the module's packages, where the module has no program to build; `packages` is empty."""
 
     @property
     def folder(self) -> Path:
         """Folder in the cache that holds the binaries."""
-        return cache_root() / "programs" / f"{self.name}-{self.version}"
+        made_of = f"-{content_hash([self.main])}" if self.main else ""
+        return cache_root() / "programs" / f"{self.name}-{self.version}{made_of}"
 
     @property
     def is_built(self) -> bool:
@@ -146,13 +149,16 @@ def build_program(program: GoProgram, *, log: Path) -> None:
         (source / "go.mod").write_text(
             f"module programs\n\ngo {GO_DIRECTIVE}\n\nrequire {program.module} v{program.version}\n{replaces}"
         )
-        imports = "".join(f'\t_ "{package}"\n' for package in program.packages)
-        (source / "tools.go").write_text(f"//go:build tools\n\npackage tools\n\nimport (\n{imports})\n")
+        if program.main:
+            shutil.copy(program.main, source / "main.go")
+        else:
+            imports = "".join(f'\t_ "{package}"\n' for package in program.packages)
+            (source / "tools.go").write_text(f"//go:build tools\n\npackage tools\n\nimport (\n{imports})\n")
         run([go, "mod", "tidy"], cwd=source, log=log)
         output = target / program.binaries[0] if len(program.binaries) == 1 else f"{target}/"
         flags = ["-trimpath", "-tags", program.tags, "-ldflags", f"-s -w {program.flags}"]
         run(
-            [go, "build", *flags, "-o", output, *program.packages],
+            [go, "build", *flags, "-o", output, *(program.packages or (".",))],
             cwd=source,
             log=log,
             environment={"CGO_ENABLED": "0", "GOGC": COMPILER_GOGC},
