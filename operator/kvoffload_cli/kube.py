@@ -21,7 +21,7 @@ class ClusterUnavailable(KVOffloadError):
 
 
 class Denied(KVOffloadError):
-    """RBAC does not let this user read it."""
+    """RBAC does not let this user read it, or a policy refuses what was tried."""
 
 
 class Reader(Protocol):
@@ -103,6 +103,8 @@ class ClusterReader:
         if response.status in (401, 403):
             verb = "reading" if manifest is None else "a dry run of creating in"
             raise Denied(f"{verb} {path} is not allowed ({response.status}): {_message(text)}")
+        if manifest is not None and 400 <= response.status < 500:  # a site's policy, not RBAC
+            raise Denied(f"a dry run of creating in {path} was refused ({response.status}): {_message(text)}")
         if response.status >= 400:
             raise ClusterUnavailable(f"asking {path} failed ({response.status}): {_message(text)}")
         return text
