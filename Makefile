@@ -65,7 +65,7 @@ test-engine: $(SYNCED) ## a real vLLM in processes, tensor parallel size 2
 
 test-e2e: $(SYNCED) ## the steps of the demo and more, asserted on the real local cluster
 	$(PYTEST) -m "cluster and not long" tests/e2e
-	$(PYTEST) --numprocesses=2 --dist=loadfile -m "e2e and not cluster and not long" tests/e2e
+	$(PYTEST) --numprocesses=4 --dist=loadfile -m "e2e and not cluster and not long" tests/e2e
 
 test-gpu: $(SYNCED) ## byte equality and bandwidth on a CUDA device; skips with the reason where there is none
 	$(PYTEST) -m gpu tests/gpu

@@ -95,7 +95,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
         running.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(crds))
         running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
         with (running.folder / "cert-manager.log").open("wb") as log:
-            command = [program, f"--kubeconfig={running.kubeconfig}", f"--cluster-resource-namespace={NAMESPACE}"]
+            command = [str(program), f"--kubeconfig={running.kubeconfig}", f"--cluster-resource-namespace={NAMESPACE}"]
             process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             running.apply(*(one for one in render_chart(*VALUES) if one not in crds))

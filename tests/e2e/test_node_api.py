@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from daemon_process import TestEngine
-from e2e.control_plane import NAMESPACE, ControlPlane, install_chart
+from e2e.control_plane import NAMESPACE, ControlPlane
 from e2e.control_plane import wait_until as wait_up_to
 from kvoffload.api.region import region_name
 from kvoffload.errors import KVOffloadError
@@ -33,7 +33,6 @@ OTHER_NODE = "node-api-other"
 
 @pytest.fixture(scope="module")
 def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
-    install_chart(control_plane)
     for name in (NODE, OTHER_NODE):
         control_plane.add_node(name)
     yield control_plane
