@@ -30,13 +30,13 @@ from kvoffload.protocol.messages import (
     Lookup,
     Mapped,
     Message,
-    Reassert,
     Reserve,
     Reserved,
     Revoke,
     Revoked,
     Seal,
     Unpin,
+    build_reassertion,
 )
 
 KEY_BYTES = 32
@@ -115,10 +115,11 @@ class ByteEngine:
         for rank, worker in enumerate(self.workers):
             if epoch:
                 writes = [offset for offset, (_, left, _) in self.held.writes.items() if rank in left]
-                worker.send(Reassert(epoch, pack(list(self.held.pins)), pack(writes)))
+                worker.send(*build_reassertion(epoch, pack(list(self.held.pins)), pack(writes)))
             worker.send(Mapped())
         if epoch:
-            self.scheduler.send(Reassert(epoch, pack(list(self.held.pins)), pack(list(self.held.writes))))
+            held = pack(list(self.held.pins)), pack(list(self.held.writes))
+            self.scheduler.send(*build_reassertion(epoch, *held))
         self._await(EngineReady)
         self.scheduler.send(Bind(b"none", KEY_BYTES))
         self._await(Bound)

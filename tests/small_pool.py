@@ -22,13 +22,15 @@ def attach(path: Path, engine_id: str, **kwargs: int) -> ByteEngine:
     return engine
 
 
-def fill(engine: ByteEngine, count: int, salt: int, others: tuple[ByteEngine, ...] = ()) -> list[bytes]:
+def fill(
+    engine: ByteEngine, count: int, salt: int, others: tuple[ByteEngine, ...] = (), at_once: int = 16
+) -> list[bytes]:
     """Store `count` keys, however long that takes; other engines answer what is asked of them meanwhile."""
     keys = [key_of(number, salt=salt) for number in range(count)]
     left = list(keys)
     deadline = time.monotonic() + 30
     while left:
-        stored = engine.store(left[:16])
+        stored = engine.store(left[:at_once])
         del left[: len(stored)]
         for other in (engine, *others):
             other.acknowledge_revocations()

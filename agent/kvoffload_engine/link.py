@@ -34,12 +34,13 @@ from kvoffload.protocol.messages import (
     Hello,
     Lookup,
     Message,
-    Reassert,
     Refused,
     Report,
     Reserve,
     Reserved,
     Unpin,
+    build_reassertion,
+    split_offsets,
 )
 from kvoffload_engine.budget import StepBudget
 from kvoffload_engine.log import logger
@@ -174,8 +175,7 @@ class DaemonLink:
     def flush(self) -> None:
         """Send the leases that went back since the last flush."""
         if self._unpins and self.session is not None:
-            packed, step = b"".join(self._unpins), 8 * MAX_KEYS
-            self._send(self.session, *(Unpin(packed[at : at + step]) for at in range(0, len(packed), step)))
+            self._send(self.session, *(Unpin(piece) for piece in split_offsets(b"".join(self._unpins))))
         self._unpins.clear()
 
     def wait_for_slots(self, count: int) -> bool:
@@ -341,9 +341,8 @@ class DaemonLink:
         if self._last_epoch:
             reads, writes = self._holdings()
             oldest = min([self._last_epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
-            session.send(
-                Reassert(oldest, b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
-            )
+            packed = (b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
+            session.send(*build_reassertion(oldest, *packed))
         self._last_epoch = session.welcome.epoch
         if old_lock >= 0:
             os.close(old_lock)

@@ -32,12 +32,12 @@ from kvoffload.protocol.messages import (
     Fail,
     Hello,
     Mapped,
-    Reassert,
     Refused,
     Report,
     Revoke,
     Revoked,
     Seal,
+    build_reassertion,
 )
 from kvoffload_engine.log import logger
 from kvoffload_engine.mapping import RegionMapping
@@ -290,7 +290,7 @@ class KVOffloadWorker(OffloadingWorker):
         region, lock = session.take_descriptors()
         self._lock_descriptor, old_lock = lock, self._lock_descriptor
         epoch, num_bytes = session.welcome.epoch, session.welcome.region_bytes
-        old, reasserted = self._mapping, None
+        old, reassertion = self._mapping, []
         if old is not None and old.is_of(region, num_bytes):
             old.epochs.add(epoch)
         else:
@@ -304,17 +304,15 @@ class KVOffloadWorker(OffloadingWorker):
         jobs = list(self._jobs.values())
         if jobs:
             oldest = min(job.slots.epoch for job in jobs)
-            reasserted = Reassert(
-                oldest,
-                b"".join(job.slots.offsets for job in jobs if not job.is_store),
-                b"".join(job.slots.offsets for job in jobs if job.is_store),
-            )
+            reads = b"".join(job.slots.offsets for job in jobs if not job.is_store)
+            writes = b"".join(job.slots.offsets for job in jobs if job.is_store)
+            reassertion = build_reassertion(oldest, reads, writes)
         elif old is not None:
-            reasserted = Reassert(max(old.epochs), b"", b"")
+            reassertion = build_reassertion(max(old.epochs), b"", b"")
         self._draining = False
         unsent = list(self._unsent)
         self._unsent.clear()
-        session.send(*([reasserted] if reasserted else []), *unsent, Mapped())
+        session.send(*reassertion, *unsent, Mapped())
 
     def _readable(self, session: Session) -> None:
         for message in session.receive():

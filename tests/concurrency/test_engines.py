@@ -17,6 +17,7 @@ import pytest
 
 from byte_engine import ByteEngine, key_of, pack
 from daemon_process import DaemonProcess, hugetlb_mount, wait_until
+from kvoffload.protocol.messages import Fail
 
 CAPACITY_BYTES = 16 << 20
 SLOT_BYTES = 65536
@@ -254,8 +255,6 @@ def test_case_10_a_key_stored_by_many_at_once_is_one_value_whole_or_a_miss(daemo
 
 def _drop(engine: ByteEngine, offset: int):
     """The value was read: let another one come."""
-    from kvoffload.protocol.messages import Fail
-
     return Fail(engine.epoch, pack([offset]), drop=True)
 
 
@@ -295,6 +294,31 @@ def test_case_12_an_engine_goes_on_after_the_daemons_death_without_a_restart(dae
         engine.wait_for_room(8)
         engine.store(after)
         lookup_until_hit(engine, after)
+
+
+def test_a_slot_dropped_after_a_restart_is_free_only_when_its_reader_of_before_has_spoken(
+    daemon: DaemonProcess,
+) -> None:
+    path = daemon.attach("pod")
+    with attached(path, "slow") as slow, attached(path, "quick") as quick:
+        keys = [key_of(number) for number in range(8)]
+        slow.store(keys)
+        lookup_until_hit(slow, keys)
+        daemon.kill()
+        daemon.start()
+        quick.connect()
+        found = lookup_until_hit(quick, keys)
+        quick.scheduler.send(Fail(quick.epoch, pack(found), drop=True))
+        quick.unpin(found)
+        others = [key_of(number, salt=1) for number in range(NUM_SLOTS)]
+        given = {offset for at in range(0, NUM_SLOTS, 16) for offset in quick.store(others[at : at + 16])}
+        assert not given & set(found)
+        slow.check_held()
+        slow.connect()
+        assert slow.lookup(keys) == [-1] * 8
+        slow.unpin(found)
+        wait_until(lambda: metrics(daemon)['kvoffload_slots{state="orphaned"}'] == 0)
+        assert 'kvoffload_sessions_closed_total{reason="Malformed"}' not in metrics(daemon)
 
 
 def test_case_13_a_stopped_owner_keeps_what_it_pins_and_a_dead_one_gives_it_back(daemon: DaemonProcess) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from byte_engine import unpack
+from byte_engine import ByteEngine, key_of, unpack
 from daemon_process import DaemonProcess, TestEngine, connect, wait_until
 from kvoffload.errors import KVOffloadError, SessionRefused
 from kvoffload.protocol.client import Session
-from kvoffload.protocol.messages import Bind, Hello, Lookup, Mapped, Refused, Reserve, Reserved, Unpin
+from kvoffload.protocol.messages import MAX_KEYS, Bind, Hello, Lookup, Mapped, Refused, Reserve, Reserved, Unpin
 from small_pool import CAPACITY_BYTES, NUM_SLOTS, attach, fill, hello, start, value
 
 
@@ -114,6 +114,35 @@ def test_one_engine_cannot_reserve_the_whole_pool(folder: Path) -> None:
             if reserved.reason == "Rate":
                 break
         assert total == CAPACITY_BYTES // 4096 // 4
+        engine.close()
+
+
+def test_20000_leases_are_kept_over_a_restart_and_go_back(folder: Path) -> None:
+    capacity_bytes, num_leases = 96 << 20, 20_000
+    with DaemonProcess(folder, capacity_bytes=capacity_bytes) as daemon:
+        path = daemon.attach("pod")
+        engine = ByteEngine(path, "a", ranks=1, part_bytes=4096)
+        engine.connect()
+        keys = fill(engine, num_leases, salt=1, at_once=2048)
+        pieces = [keys[at : at + MAX_KEYS] for at in range(0, num_leases, MAX_KEYS)]
+        for piece in pieces:
+            assert -1 not in engine.lookup(piece)
+        daemon.kill()
+        daemon.start()
+        engine.connect()
+        assert value(daemon, 'kvoffload_slots{state="leased"}') == num_leases
+        other = ByteEngine(path, "b", ranks=1, part_bytes=4096)
+        other.connect()
+        fill(other, capacity_bytes // 4096 - num_leases, salt=2, at_once=2048)
+        wait_until(lambda: other.reserve_and_return(1) != [])
+        other.store([key_of(number, salt=3) for number in range(2048)])  # in the place of its own alone
+        engine.check_held()
+        held = list(engine.held.pins)
+        for at in range(0, num_leases, MAX_KEYS):
+            engine.unpin(held[at : at + MAX_KEYS])
+        wait_until(lambda: value(daemon, 'kvoffload_slots{state="leased"}') == 0)
+        assert value(daemon, 'kvoffload_sessions_closed_total{reason="Malformed"}') == 0
+        other.close()
         engine.close()
 
 

@@ -8,6 +8,7 @@ int64, keys are packed bytes of one length, because a list of a thousand Python 
 itself.
 """
 
+from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,7 @@ MAX_HELLO_BYTES = 1 << 16
 """The daemon takes no longer frame before it knows who speaks; the longest `Hello` has 39,000 bytes."""
 MAX_KEYS = 8192
 """Keys in one message: a request of 131,072 tokens has 8,192 chunks of 16 tokens."""
+OFFSET_BYTES = 8
 MAX_RANKS = 64
 LEFT_ALONE_PREFIX = "without-"
 """Begins the `engine_id` of a scheduler whose engine runs without offload and only tells why: it has no ranks, gets no
@@ -28,7 +30,7 @@ bytes, and does not count as an engine."""
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 LongText = Annotated[str, msgspec.Meta(max_length=8192)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Offsets = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_KEYS)]
+Offsets = Annotated[bytes, msgspec.Meta(max_length=OFFSET_BYTES * MAX_KEYS)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=64 * MAX_KEYS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -171,12 +173,14 @@ class Generation(Message, frozen=True, tag="generation"):
 
 class Reassert(Message, frozen=True, tag="reassert"):
     """After a daemon's restart: what this session still reads (`pins`) and writes (`writes`); nothing else is
-    touched."""
+    touched. `build_reassertion` makes as many as it takes."""
 
     epoch: Count
     """The epoch in which these were given out."""
     pins: Offsets
     writes: Offsets
+    more: bool = False
+    """Another one follows at once: only with the last is it known what is not touched any more."""
 
 
 class Revoked(Message, frozen=True, tag="revoked"):
@@ -274,6 +278,18 @@ class Drain(Message, frozen=True, tag="drain"):
     """The daemon stops or the pool is paused: finish what is in flight, start nothing new, reconnect later."""
 
     message: LongText
+
+
+def split_offsets(packed: bytes) -> list[bytes]:
+    """Packed offsets in pieces that a message may have; one empty piece where there are none."""
+    step = OFFSET_BYTES * MAX_KEYS
+    return [packed[at : at + step] for at in range(0, len(packed), step)] or [b""]
+
+
+def build_reassertion(epoch: int, pins: bytes, writes: bytes) -> list[Reassert]:
+    """What a process says first over a new connection: packed offsets, however many, in messages within the bounds."""
+    pieces = list(zip_longest(split_offsets(pins), split_offsets(writes), fillvalue=b""))
+    return [Reassert(epoch, *piece, more=number < len(pieces)) for number, piece in enumerate(pieces, 1)]
 
 
 FromAttacher = AttachPod | DetachPod

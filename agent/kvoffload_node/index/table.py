@@ -79,6 +79,13 @@ class SlotTable:
             del self.ready[offset]
             self.free(offset, slot.account)
 
+    def end_recovery(self) -> None:
+        """Everybody of before the restart has spoken: orphans that nobody leases are free, and eviction begins."""
+        self.may_evict = True
+        for offset in [offset for offset in self.orphans if not self.ready[offset].holders]:
+            self.orphans.discard(offset)
+            self.free(offset, self.ready.pop(offset).account)
+
     def evict(self, offset: int, reason: str) -> None:
         """Take a READY, unleased slot from its key; it is the caller's to use or to free."""
         slot = self.ready.pop(offset)

@@ -106,8 +106,9 @@ class TenantIndex(SlotTable):
             if slot.holders == 0:
                 self.num_leased -= 1
                 if offset in self.orphans:
-                    self.orphans.discard(offset)
-                    self.free(offset, ready.pop(offset).account)
+                    if self.may_evict:  # else a process of before the restart may still read it
+                        self.orphans.discard(offset)
+                        self.free(offset, ready.pop(offset).account)
                 else:
                     slot.lru[offset] = tick
                     slot.lru.move_to_end(offset)

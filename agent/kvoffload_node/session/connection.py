@@ -20,6 +20,7 @@ from kvoffload.protocol.framing import FrameReader, pack_frame
 from kvoffload.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
+    OFFSET_BYTES,
     PROTOCOL_VERSION,
     Assign,
     Bind,
@@ -45,7 +46,7 @@ from kvoffload.protocol.messages import (
 )
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
 from kvoffload_node.session.memory import SEND_BUFFER_BYTES
-from kvoffload_node.session.packing import OFFSET_BYTES, pack_offsets, unpack_keys, unpack_offsets
+from kvoffload_node.session.packing import pack_offsets, unpack_keys, unpack_offsets
 from kvoffload_node.session.readiness import announce, bind, start_generation
 from kvoffload_node.session.registry import Registry
 from kvoffload_node.session.turns import TURN_SECONDS
@@ -396,7 +397,8 @@ class Connection(asyncio.Protocol):
 
     def _on_reassert(self, session: Session, message: Reassert) -> None:
         registry = self._registry
-        registry.recovery.reassert(session, message.epoch, unpack_offsets(message.pins), unpack_offsets(message.writes))
+        pins, writes = unpack_offsets(message.pins), unpack_offsets(message.writes)
+        registry.recovery.reassert(session, message.epoch, pins, writes, more=message.more)
         registry.recovery.check(session.engine.tenant, registry.engines.values())
 
     def _on_revoked(self, session: Session, message: Revoked) -> None:

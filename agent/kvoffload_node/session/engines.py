@@ -71,6 +71,10 @@ class Session:
     """Journaled by an earlier daemon, and has not yet said what it still reads and writes."""
     claims: set[int] | None = None
     """Slots of before the restart that it said it still writes."""
+    said_pins: Holder = field(default_factory=dict)
+    """Leases of the parts of a re-assertion whose last part has not come."""
+    said_writes: set[int] = field(default_factory=set)
+    """And the writes in them."""
     unmapping: dict[int, object] = field(default_factory=dict)
 
 

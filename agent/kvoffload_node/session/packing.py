@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from kvoffload.errors import ProtocolError
+from kvoffload.protocol.messages import OFFSET_BYTES
 
-OFFSET_BYTES = 8
 _IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 

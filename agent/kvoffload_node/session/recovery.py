@@ -6,7 +6,7 @@ writing is given out, until it has connected again and re-asserted, or is dead.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvoffload.errors import ProtocolError
 from kvoffload.protocol.messages import LEFT_ALONE_PREFIX
@@ -74,31 +74,47 @@ class Recovery:
             restore(tenant.index, engines, self._region.accounts, self._nobody)
         return [engine for engine in engines.values() if engine.num_writes and len(engine.workers) < engine.world_size]
 
-    def reassert(self, session: Session, epoch: int, pins: Sequence[int], writes: Sequence[int]) -> None:
-        """A process says what of before it still reads and writes; the rest is given up. Raises ProtocolError.
+    def reassert(self, session: Session, epoch: int, pins: Sequence[int], writes: Sequence[int], *, more: bool) -> None:
+        """A process says what of before it still reads and writes; with the last part (no `more` follows) the rest is
+        given up. Raises ProtocolError.
 
         Leases are the scheduler's: what a rank reads is leased by it, and a rank has no way to give a lease back.
         """
         engine, index = session.engine, session.engine.tenant.index
         if session.rank != SCHEDULER:
             pins = ()
-        if epoch == self._region.epoch:
-            unknown = [offset for offset in pins if offset not in session.holder]
-        else:
-            unknown = [offset for offset in pins if not has_bytes(index, offset, self._nobody)]
-        if unknown:
-            raise ProtocolError(f"reassert of {len(unknown)} slots that hold nothing for this session")
+        said = session.said_pins
+        self._check_pins(session, epoch, pins)
         for offset in pins:
+            said[offset] = said.get(offset, 0) + 1
+        # what it does not write is no claim: a process could fill the daemon's memory with numbers
+        session.said_writes.update(
+            o for o in writes if (write := index.writes.get(o)) is not None and write.owner is engine
+        )
+        if more:
+            return
+        self._check_pins(session, epoch, said)  # what it said first may have gone since
+        for offset in said:
             revive(index, offset, self._nobody)
         old, session.holder = session.holder, {}
-        index.lease(session.holder, pins)
+        index.lease(session.holder, said)
+        session.holder.update(said)
         index.release(old)
         session.recovered = False
-        # what it does not write is no claim: a process could fill the daemon's memory with numbers
-        session.claims = {o for o in writes if (write := index.writes.get(o)) is not None and write.owner is engine}
+        session.claims = session.said_writes
+        session.said_pins, session.said_writes = {}, set()
         if session.rank == SCHEDULER:
             index.fail(engine, SCHEDULER, [o for o in index.unassigned(engine) if o not in session.claims])
         self.settle(engine)
+
+    def _check_pins(self, session: Session, epoch: int, pins: Collection[int]) -> None:
+        index = session.engine.tenant.index
+        if epoch == self._region.epoch:
+            unknown = sum(offset not in session.holder for offset in pins)
+        else:
+            unknown = sum(not has_bytes(index, offset, self._nobody) for offset in pins)
+        if unknown:
+            raise ProtocolError(f"reassert of {unknown} slots that hold nothing for this session")
 
     def settle(self, engine: Engine) -> None:
         """Once each process of the engine has spoken or is dead, free those writes of before that nobody claims."""
@@ -126,7 +142,7 @@ class Recovery:
         if not tenant.index.may_evict and not any(
             session.recovered for engine in engines if engine.tenant is tenant for session in engine.sessions.values()
         ):
-            tenant.index.may_evict = True
+            tenant.index.end_recovery()
             self._region.extents.wake()
 
     def end_quarantine(self) -> None:

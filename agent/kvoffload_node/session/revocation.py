@@ -7,7 +7,7 @@ so a later DMA would land in pages that are somebody else's by then: nothing is 
 import asyncio
 from collections.abc import Sequence
 
-from kvoffload.protocol.messages import Revoke
+from kvoffload.protocol.messages import Revoke, split_offsets
 from kvoffload_node.session.engines import Session
 from kvoffload_node.session.packing import pack_offsets
 
@@ -35,14 +35,14 @@ class Revocations:
     def remind(self, session: Session) -> None:
         """Tell a worker, also one that has just connected again, which extents it still has to unmap."""
         if session.connection is not None and session.unmapping:
-            session.connection.send(Revoke(pack_offsets(session.unmapping)))
+            for piece in split_offsets(pack_offsets(session.unmapping)):
+                session.connection.send(Revoke(piece))
 
     def unmapped(self, session: Session, extents: Sequence[int]) -> None:
         """A worker has unmapped these extents."""
-        for extent in extents:
-            token = session.unmapping.pop(extent, None)
-            if token is not None and token not in session.unmapping.values():
-                self._acknowledge(token, session)
+        tokens = {session.unmapping.pop(extent, None) for extent in extents} - {None}
+        for token in tokens.difference(session.unmapping.values()):
+            self._acknowledge(token, session)
 
     def died(self, session: Session) -> None:
         """A worker is dead: nothing is mapped there any more."""

@@ -1,0 +1,157 @@
+"""However much an engine holds, what its scheduler and its workers send is taken by the daemon's own decoder."""
+
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvoffload.protocol.framing import pack_frame
+from kvoffload.protocol.messages import (
+    MAX_KEYS,
+    Assign,
+    Fail,
+    FromEngine,
+    Lookup,
+    Mapped,
+    Message,
+    Reassert,
+    Reserve,
+    Unpin,
+    Welcome,
+)
+
+MANY = 20_000
+WELCOME = Welcome(
+    protocol=1, epoch=2, region_bytes=1 << 40, page_bytes=4096, extent_bytes=1 << 26, replication_allowed=True
+)
+
+
+class Recorder:
+    """A session whose daemon decodes everything at once and answers nothing."""
+
+    welcome = WELCOME
+    is_open = True
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, *messages: Message) -> None:
+        decode = msgspec.msgpack.Decoder(FromEngine).decode
+        for message in messages:
+            payload = msgspec.msgpack.encode(message)
+            pack_frame(payload)
+            self.sent.append(decode(payload))
+
+    def receive(self, _: float) -> list[Message]:
+        return []
+
+    def take_descriptors(self) -> list[int]:
+        return [os.open("/dev/null", os.O_RDONLY) for _ in range(self.num_descriptors)]
+
+    num_descriptors = 1
+
+
+@pytest.fixture
+def engine() -> Iterator[SimpleNamespace]:
+    """The engine's modules, with empty classes in the place of vLLM's."""
+    names = ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.base")
+    modules = {name: ModuleType(name) for name in names}
+    for name in ("GPULoadStoreSpec", "LoadStoreSpec", "OffloadingWorker", "TransferResult"):
+        setattr(modules["vllm.v1.kv_offload.base"], name, type(name, (), {}))
+    with mock.patch.dict(sys.modules, modules):
+        from kvoffload_engine import link, slots, worker
+
+        yield SimpleNamespace(link=link, slots=slots, worker=worker)
+
+
+def packed(count: int) -> bytes:
+    return np.arange(count, dtype="<i8").tobytes()
+
+
+def make_link(engine: SimpleNamespace, num_reads: int = 0, num_writes: int = 0) -> tuple[Any, Recorder]:
+    """A link whose engine became ready, and that holds so much since epoch 1."""
+    held = engine.link.Held
+    reads, writes = [held(packed(num_reads), 1)], [held(packed(1), 1)] * num_writes
+    link, session = engine.link.DaemonLink(step_seconds=0.0, holdings=lambda: (reads, writes)), Recorder()
+    link._connector = SimpleNamespace(current=lambda: session)
+    link.poll()
+    link.row, link._is_bound, link._last_epoch = engine.slots.SlotRow(4096, (0,), (1,), (0,)), True, 1
+    return link, session
+
+
+def offsets_of(messages: list[Any], field: str = "offsets") -> int:
+    return sum(len(getattr(message, field)) for message in messages) // 8
+
+
+@pytest.mark.parametrize(("num_reads", "num_writes"), [(8192, 0), (8193, 0), (MANY, 0), (1, 8193), (MANY, MANY)])
+def test_a_scheduler_says_to_a_restarted_daemon_all_that_it_holds(
+    engine: SimpleNamespace, num_reads: int, num_writes: int
+) -> None:
+    link, session = make_link(engine, num_reads, num_writes)
+    link._connected(session)
+    os.close(link._lock_descriptor)
+    assert {type(message) for message in session.sent} == {Reassert}
+    assert (offsets_of(session.sent, "pins"), offsets_of(session.sent, "writes")) == (num_reads, num_writes)
+    assert [message.more for message in session.sent] == [True] * (len(session.sent) - 1) + [False]
+
+
+@pytest.mark.parametrize("count", [8192, 8193, MANY])
+def test_a_worker_says_to_a_restarted_daemon_all_that_it_copies(engine: SimpleNamespace, count: int) -> None:
+    worker = engine.worker.KVOffloadWorker(
+        rank=0, socket_path="", make_hello=lambda: None, layout=None, tensors=None, transfer=None
+    )
+    worker._mapping = SimpleNamespace(is_of=lambda *_: True, epochs={1})
+    for number, is_store in enumerate((True, False)):
+        slots = engine.slots.RegionSlots(1, packed(count), None)
+        worker._jobs[number] = engine.worker.Job(slots, is_store, None)
+    session = Recorder()
+    session.num_descriptors = 2
+    worker._connected(session)
+    os.close(worker._lock_descriptor)
+    *parts, last = session.sent
+    assert last == Mapped()
+    assert (offsets_of(parts, "pins"), offsets_of(parts, "writes")) == (count, count)
+    assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+
+
+def unpin(link: Any, engine: SimpleNamespace) -> None:
+    link.unpin(engine.link.Held(packed(MANY), 1))
+    link.flush()
+
+
+def assign(link: Any, _: SimpleNamespace) -> None:
+    link._slots.extend(range(MAX_KEYS))
+    link.assign([bytes(64)] * MANY, 0)
+
+
+def begin_generation(link: Any, _: SimpleNamespace) -> None:
+    link._slots.extend(range(MAX_KEYS))
+    link.begin_generation()
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "count"),
+    [(unpin, Unpin, MANY), (assign, Assign, MAX_KEYS), (begin_generation, Fail, MAX_KEYS)],
+    ids=["unpin", "assign", "begin_generation"],
+)
+def test_offsets_are_sent_within_the_bounds(engine: SimpleNamespace, act: Any, kind: type[Message], count: int) -> None:
+    link, session = make_link(engine)
+    act(link, engine)
+    assert offsets_of([message for message in session.sent if type(message) is kind]) == count
+
+
+def test_a_look_up_asks_for_as_many_keys_as_a_message_takes_and_a_reserve_for_no_more(engine: SimpleNamespace) -> None:
+    link, session = make_link(engine)
+    link._slots_wanted = MAX_KEYS
+    link.look_up([bytes(64)] * MANY, 0)
+    link.reserve()
+    lookup, reserve = session.sent
+    assert isinstance(lookup, Lookup)
+    assert isinstance(reserve, Reserve)
+    assert (len(lookup.keys), reserve.count) == (64 * MAX_KEYS, MAX_KEYS)
