@@ -39,6 +39,7 @@ from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import NoHugetlbfs, read_mount
 from kvoffload_node.region.leftovers import region_folder, release_region, remove_region
 from kvoffload_node.region.region import Region
+from kvoffload_node.session.holders import describe_holders
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
 from kvoffload_node.session.server import Server
@@ -300,12 +301,16 @@ class Daemon:
 
     def findings(self) -> list[Finding]:
         """The daemon's own conditions as they are now."""
+        holders = ""
+        if self.running is not None and self.running.region.extents.num_above_capacity:
+            holders = describe_holders(self.running.registry.engines.values())
         return build_findings(
             Situation(
                 spec=self._spec,
                 region=self.running.region if self.running else None,
                 region_problem=self._region_problem,
                 pages_problem=self._pages_problem,
+                holders=holders,
                 is_stopping=self.stopping.is_set(),
                 has_attacher=bool(self.running and self.running.server.attachers),
                 needs_attacher=self.settings.region_file is None,

@@ -41,6 +41,8 @@ class Situation:
     """None until it could be opened."""
     region_problem: Problem | None
     pages_problem: Problem | None
+    holders: str
+    """Who holds extents, where there are more than the capacity allows."""
     is_stopping: bool
     has_attacher: bool
     needs_attacher: bool
@@ -98,10 +100,11 @@ def _build_degraded(situation: Situation) -> Finding:
     if region is not None and not region.mount.is_hugetlbfs:
         message = "there are no huge pages: shared memory in pages of 4 KiB is slower to copy and to register"
         return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
-    if region is not None and region.extents.surplus:
+    if region is not None and region.extents.num_above_capacity:
         message = (
-            f"{region.extents.surplus} extents above the lowered capacity are still leased or mapped; they go as "
-            "engines let go of them"
+            f"{region.extents.num_above_capacity} extents above the lowered capacity wait for "
+            f"{situation.holders or 'nobody any more and are on their way'}; extents go as engines let go of their "
+            "blocks, restart those pods if they do not"
         )
         return Finding(kind, True, RegionReason.SHRINK_WAITS, message)
     if region is not None and situation.needs_attacher and not situation.has_attacher:

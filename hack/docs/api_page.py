@@ -36,7 +36,7 @@ are whole numbers of bytes, and what is no multiple of the page size is refused 
 | change | what happens |
 |---|---|
 | `capacity` up | regions are told at once; daemons are replaced node by node (at most 10 % at a time) with the larger limit, keep their blocks, and take the new pages where the node has them |
-| `capacity` down | regions are told at once; each daemon gives back what no engine uses and reports `ShrinkWaits`, with the number of extents, while blocks in use are in the way; pods get the smaller limit after the last region has shrunk |
+| `capacity` down | regions are told at once; each daemon gives back what no engine uses and reports `ShrinkWaits`, with the number of extents and who holds them, while blocks in use are in the way; pods get the smaller limit after the last region has shrunk |
 | `quotas`, `replicatedLayout`, `maxEnginesPerNode`, `namespaceSelector`, `numaPolicy` | take effect on running daemons; engines that are attached stay |
 | `nodeSelector`, or a node's labels | nodes that no longer match lose region, daemon and label (the pages go by `reclaimPolicy`); new ones get them |
 | `tolerations`, `fallback`, `hugetlbfsMount` | daemons are replaced node by node |

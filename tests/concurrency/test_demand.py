@@ -1,5 +1,6 @@
 """Memory follows demand: between models, tenants and namespaces with quotas, and with the capacity."""
 
+import contextlib
 import os
 import shutil
 import time
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from byte_engine import key_of
-from daemon_process import wait_until
+from daemon_process import DaemonProcess, wait_until
+from kvoffload.errors import DaemonUnavailable
 from small_pool import CAPACITY_BYTES, NUM_SLOTS, attach, fill, hits, start, value
 
 
@@ -127,6 +129,46 @@ def test_a_capacity_that_changed_keeps_the_cache_and_gives_back_what_is_above_it
         fill(engine, NUM_SLOTS - kept, salt=2)
         assert value(daemon, "kvoffload_prefault_ratio") == 1
         engine.close()
+
+
+@pytest.mark.hugepages
+def test_a_smaller_capacity_says_on_whom_it_waits_until_that_one_lets_go(mount: Path, folder: Path) -> None:
+    daemon = DaemonProcess(folder, capacity_bytes=CAPACITY_BYTES, mount=mount, from_api=True)
+    api = daemon.api
+    assert api is not None
+    api.make_region("uid")
+    api.start()
+    with daemon:
+        reader = attach(daemon.attach("reader", namespace="team"), "r")
+        idle = attach(daemon.attach("idle"), "i")
+        keys = fill(reader, NUM_SLOTS, salt=1)
+        for at in range(0, NUM_SLOTS, 64):
+            reader.lookup(keys[at : at + 64])
+        api.make_region("uid", capacityBytes=CAPACITY_BYTES // 2)
+        wait_until(lambda: f'"capacityBytes": {CAPACITY_BYTES // 2}' in (daemon.state / "region.json").read_text())
+        daemon.stop()
+        daemon.start()
+        idle.connect()
+
+        def said(reason: str, words: str) -> bool:
+            for engine in (reader, idle):
+                with contextlib.suppress(DaemonUnavailable):  # the reader has not yet connected again
+                    engine.acknowledge_revocations()
+            found = api.condition("Degraded")
+            return found.get("reason") == reason and words in found["message"]
+
+        wait_until(lambda: said("ShrinkWaits", "1 engine: pod team/reader engine r (has not said"))
+        reader.connect()
+        wait_until(lambda: said("ShrinkWaits", "wait for 1 engine: pod team/reader engine r ("))
+        wait_until(lambda: said("ShrinkWaits", "extents); "))
+        reader.check_held()
+        reader.unpin(list(reader.held.pins))
+        wait_until(lambda: said("AsAsked", ""))
+        assert value(daemon, "kvoffload_prefault_ratio") == 1
+        reader.close()
+        idle.close()
+        daemon.kill()
+    api.stop()
 
 
 def host_of_two_nodes(folder: Path, *cpus: str, allowed: str) -> dict[str, str]:

@@ -86,10 +86,15 @@ class ExtentPool:
         return sum(len(tenant.positions) for tenant in self.tenants.values())
 
     @property
+    def num_above_capacity(self) -> int:
+        """Extents that have pages above the capacity, after it was lowered."""
+        return max(0, self.num_allocated - self.num_extents)
+
+    @property
     def surplus(self) -> int:
-        """Extents above the capacity, after it was lowered; those that are on their way out do not count."""
+        """Those of them that are not on their way out."""
         moving = sum(len(tenant.moving) for tenant in self.tenants.values())
-        return max(0, self.num_allocated - moving - self.num_extents)
+        return max(0, self.num_above_capacity - moving)
 
     def wake(self) -> None:
         """Something changed: look again whether a tenant needs an extent."""

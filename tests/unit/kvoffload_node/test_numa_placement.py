@@ -105,7 +105,7 @@ async def test_nodes_whose_cpus_the_container_has_not_are_left_out_and_named(
     ]
     monkeypatch.setattr(region, "mount", Mount(tmp_path, 1 << 30, is_hugetlbfs=True))
     situation = Situation(
-        spec=region.spec, region=region, region_problem=None, pages_problem=None, is_stopping=False,
+        spec=region.spec, region=region, region_problem=None, pages_problem=None, holders="", is_stopping=False,
         has_attacher=True, needs_attacher=True,
     )  # fmt: skip
     degraded = build_findings(situation, HostPaths.below(tmp_path / "host"))[2]
