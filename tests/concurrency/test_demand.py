@@ -157,13 +157,13 @@ def test_a_smaller_capacity_says_on_whom_it_waits_until_that_one_lets_go(mount: 
             found = api.condition("Degraded")
             return found.get("reason") == reason and words in found["message"]
 
-        wait_until(lambda: said("ShrinkWaits", "1 engine: pod team/reader engine r (has not said"))
+        wait_until(lambda: said("ShrinkWaits", "1 engine: pod team/reader engine r (has not said"), timeout_seconds=60)
         reader.connect()
-        wait_until(lambda: said("ShrinkWaits", "wait for 1 engine: pod team/reader engine r ("))
-        wait_until(lambda: said("ShrinkWaits", "extents); "))
+        wait_until(lambda: said("ShrinkWaits", "wait for 1 engine: pod team/reader engine r ("), timeout_seconds=60)
+        wait_until(lambda: said("ShrinkWaits", "extents); "), timeout_seconds=60)
         reader.check_held()
         reader.unpin(list(reader.held.pins))
-        wait_until(lambda: said("AsAsked", ""))
+        wait_until(lambda: said("AsAsked", ""), timeout_seconds=60)
         assert value(daemon, "kvoffload_prefault_ratio") == 1
         reader.close()
         idle.close()

@@ -101,6 +101,11 @@ def metrics(daemon: DaemonProcess) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
 
+def num_handled(daemon: DaemonProcess, operation: str) -> float:
+    """Messages of a kind that the daemon has handled since its start."""
+    return metrics(daemon)[f'kvoffload_request_duration_seconds_count{{operation="{operation}"}}']
+
+
 def free_pages(mount: Path) -> int:
     status = os.statvfs(mount)
     return status.f_bfree
@@ -265,9 +270,13 @@ def test_case_11_a_writer_killed_at_a_step_leaves_right_bytes_or_usable_slots(da
     for name in STEPS:
         engine.wait_for(name)
         if name == step:
-            engine.kill()
             break
         engine.go_on()
+    # What it sent is read before both are killed: a step is one that the daemon knows of.
+    reached = STEPS.index(step)
+    num_assigns, num_seals = int(reached >= 1), int(reached >= 3) + int(reached >= 5)
+    wait_until(lambda: num_handled(daemon, "assign") == num_assigns and num_handled(daemon, "seal") == num_seals)
+    engine.kill()
     daemon.kill()
     daemon.start()
     keys = [key_of(number, salt=11) for number in range(4)]

@@ -163,6 +163,7 @@ def test_case_21_a_cgroup_limit_below_the_capacity_is_named_with_both_numbers(
         cgroup.rmdir()
 
 
+@pytest.mark.alone  # another test that adds pages to the node gives the thief what the mount's limit would not
 def test_case_22_pages_once_reserved_cannot_be_taken_by_another_program(mount: Path, folder: Path) -> None:
     thief = RegionFile(mount / "thief", NUM_PAGES * PAGE_BYTES)
     with DaemonProcess(folder, capacity_bytes=NUM_PAGES * PAGE_BYTES, mount=mount) as daemon:
