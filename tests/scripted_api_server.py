@@ -11,6 +11,7 @@ from typing import Any
 
 WATCH_SECONDS = 0.1
 """A watch ends after so long without an event: the daemon reads the region again."""
+DAEMONSET = {"metadata": {"name": "d"}, "spec": {"selector": {}, "template": {}}}
 
 
 class ScriptedApiServer:
@@ -53,7 +54,7 @@ class ScriptedApiServer:
                 elif "/pods" in self.path:
                     self._object({"kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": scripted.pods})
                 elif "daemonsets" in self.path:
-                    self._object({"metadata": {"name": "d"}} if scripted.has_daemonset else None)
+                    self._object(DAEMONSET if scripted.has_daemonset else None)
                 else:
                     self._object(scripted.region)
 

@@ -85,6 +85,8 @@ class Daemon:
         self._generation = 0
         self._conditions: list[Condition] = []
         self._deleted = False
+        self._is_told = False
+        """Whether the API server has answered since the start."""
         self._region_problem: Problem | None = None
         self._pages_problem: Problem | None = None
 
@@ -190,6 +192,21 @@ class Daemon:
         self._generation = region.generation
         self._conditions = list(region.status.conditions)
         self._take_spec(region.spec)
+        if not self._is_told:
+            self._is_told = True
+            self._check_opened(region.spec)
+
+    def _check_opened(self, spec: KVOffloadRegionSpec) -> None:
+        """The API server's first word since the start: what was opened before it may be of a spec that nobody saw end.
+
+        Later changes of the capacity come with another pod.
+        """
+        running = self.running
+        if running is not None and not running.region.is_opened_for(spec):
+            log.info(
+                "the region was opened as it was last known, its capacity or page size is another one now: restarting"
+            )
+            self.stopping.set()
 
     def _take_spec(self, spec: KVOffloadRegionSpec) -> None:
         if spec == self._spec:

@@ -50,7 +50,7 @@ def files(daemon: DaemonProcess) -> list[Path]:
 
 def wait_for_end(daemon: DaemonProcess) -> None:
     assert daemon.process is not None
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(30) == 0, daemon.log
     daemon.process = None
 
 
@@ -143,6 +143,24 @@ def test_a_daemon_that_cannot_ask_serves_what_it_served_last(daemon: DaemonProce
     engine.scheduler.wait_for(Drain, 30)
     wait_for_end(daemon)
     engine.check_held()
+    engine.close()
+
+
+def test_a_capacity_that_changed_while_no_daemon_ran_is_had_after_one_more_restart(daemon: DaemonProcess) -> None:
+    api = daemon.api
+    assert api is not None
+    store(daemon).close()
+    daemon.kill()
+    api.make_region("first", capacityBytes=2 * CAPACITY_BYTES)
+    daemon.start()
+    wait_for_end(daemon)
+    api.statuses.clear()
+    daemon.start()
+    wait_until(lambda: api.condition("Ready").get("status") == "True", timeout_seconds=REPORT_SECONDS)
+    assert api.statuses[-1]["capacityBytes"] == 2 * CAPACITY_BYTES
+    engine = ByteEngine(daemon.folder / "pods/pod.sock", "again")
+    engine.connect()
+    assert -1 not in engine.lookup(KEYS)
     engine.close()
 
 

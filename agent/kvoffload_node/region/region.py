@@ -54,7 +54,7 @@ class Region:
         `uid` is the KVOffloadRegion's, empty where there is no API server; what was left for one of another uid is
         removed. No page is reserved yet: `reserve_pages` does that, and may be tried again.
         """
-        self.spec = spec
+        self.spec = self._opened_for = spec
         self.mount = mount
         self._paths = paths
         boot_id = (paths.proc / "sys/kernel/random/boot_id").read_text().strip()
@@ -137,6 +137,11 @@ class Region:
         self.spec = spec
         for account in self.accounts:
             self._set_quota(account)
+
+    def is_opened_for(self, spec: KVOffloadRegionSpec) -> bool:
+        """Whether this spec's capacity and page size are those that the region was opened with."""
+        opened = self._opened_for
+        return (spec.capacity_bytes, spec.page_size_bytes) == (opened.capacity_bytes, opened.page_size_bytes)
 
     def check_serving(self) -> None:
         """Raise SessionRefused unless engines may attach now."""

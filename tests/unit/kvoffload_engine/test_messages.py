@@ -1,11 +1,11 @@
 """However much an engine holds, what its scheduler and its workers send is taken by the daemon's own decoder."""
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -58,16 +58,18 @@ class Recorder:
 
 
 @pytest.fixture
-def engine() -> Iterator[SimpleNamespace]:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The engine's modules, with empty classes in the place of vLLM's."""
     names = ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.base")
     modules = {name: ModuleType(name) for name in names}
     for name in ("GPULoadStoreSpec", "LoadStoreSpec", "OffloadingWorker", "TransferResult"):
         setattr(modules["vllm.v1.kv_offload.base"], name, type(name, (), {}))
-    with mock.patch.dict(sys.modules, modules):
-        from kvoffload_engine import link, slots, worker
-
-        yield SimpleNamespace(link=link, slots=slots, worker=worker)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    ours = {name: importlib.import_module(f"kvoffload_engine.{name}") for name in ("link", "slots", "worker")}
+    yield SimpleNamespace(**ours)
+    for name in ours:
+        del sys.modules[f"kvoffload_engine.{name}"]
 
 
 def packed(count: int) -> bytes:
