@@ -61,7 +61,8 @@ test-unit: $(SYNCED) ## unit, property and concurrency tests (2 to 3 minutes)
 
 test-engine: $(SYNCED) ## a real vLLM in processes, tensor parallel size 2
 	$(PYTHON) -m hack.vllm environment
-	$(PYTEST) -m "not long" tests/engine
+	$(PYTEST) --numprocesses=2 --dist=loadfile -m "not long and not alone" tests/engine
+	$(PYTEST) -m "alone and not long" tests/engine
 
 test-e2e: $(SYNCED) ## the steps of the demo and more, asserted on the real local cluster
 	$(PYTEST) -m "cluster and not long" tests/e2e

@@ -22,7 +22,7 @@ from kvoffload.api.schema import build_crds
 from kvoffload_cli.checks import CHECKS, run_checks
 from kvoffload_cli.observe import ADMISSION, POOLS, REGIONS, observe_cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
+pytestmark = pytest.mark.e2e
 
 KINDS = {
     "/api/v1/nodes": ("v1", "Node"),

@@ -20,13 +20,15 @@ from e2e.operator_pools import QUICK, events_of, leftovers, make_pool, make_read
 
 pytestmark = pytest.mark.e2e
 __all__ = ["make_pool"]
+SHORT_LEASE = {**QUICK, "lease_seconds": "6", "renew_deadline_seconds": "5"}
+"""For what follows upon a takeover; how long one takes has a test of its own."""
 
 
 def test_what_happened_while_it_was_away_is_made_good(
     control_plane: ControlPlane, make_pool: Callable[..., str]
 ) -> None:
     """Killed in the middle of making a pool, and away while another is deleted: the next one converges."""
-    operator = start_operator(control_plane, "operator-a", **QUICK)
+    operator = start_operator(control_plane, "operator-a", **SHORT_LEASE)
     wait_until(lambda: operator.is_leader, "the first to lead")
     gone = make_pool("gone")
     make_ready(control_plane, gone)
@@ -34,12 +36,12 @@ def test_what_happened_while_it_was_away_is_made_good(
     try:
         control_plane.kubectl("delete", "kvpool", gone)
         half = make_pool("half")
-        successor = start_operator(control_plane, "operator-b", **QUICK)
+        successor = start_operator(control_plane, "operator-b", **SHORT_LEASE)
         wait_until(lambda: successor.is_leader, "the successor to lead", seconds=20)
         wait_until(lambda: control_plane.find("kvregion", f"{half}.n1") is not None, "the first region")
         successor.process.kill()
         successor.process.wait()
-        with running_operator(control_plane, "operator-c", **QUICK):
+        with running_operator(control_plane, "operator-c", **SHORT_LEASE):
             make_ready(control_plane, half)
             wait_until(lambda: not leftovers(control_plane, [gone]), "what was left of the deleted pool to go")
             control_plane.kubectl("delete", "kvpool", half)

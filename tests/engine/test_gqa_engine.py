@@ -8,7 +8,7 @@ import pytest
 from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
 from pool_daemon import PoolDaemon
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 
 def test_each_rank_has_a_part_of_its_own_and_loads_what_it_stored(gqa_engine: EngineProcess) -> None:

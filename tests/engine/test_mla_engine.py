@@ -9,7 +9,7 @@ import pytest
 from engine_process import CHECKSUMS, EngineProcess, eventually, make_prompt, wait_for_slots
 from pool_daemon import PoolDaemon
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 
 def pages(records: list[list[list]], kind: str) -> list[list[list]]:

@@ -11,7 +11,7 @@ import pytest
 from engine_process import EngineProcess, make_prompt
 from pool_daemon import PoolDaemon
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 POOL_BYTES = 8 << 20
 BLOCK_TOKENS = 32
 CHUNK_BYTES = 65536
