@@ -8,10 +8,13 @@ import struct
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import chain
 
 from kvoffload.errors import ProtocolError
 from kvoffload.protocol.messages import OFFSET_BYTES
 
+KEYS_OF_FORMAT = 1024
+"""Longer messages are unpacked in pieces of so many keys: a format takes 32 bytes a key, and formats are kept."""
 _IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 
@@ -38,9 +41,13 @@ def unpack_keys(packed: bytes, key_bytes: int) -> tuple[bytes, ...]:
     count, rest = divmod(len(packed), key_bytes)
     if rest:
         raise ProtocolError(f"{len(packed)} bytes of keys are no multiple of {key_bytes}")
-    return _keys_format(key_bytes, count).unpack(packed)
+    if count <= KEYS_OF_FORMAT:
+        return _keys_format(key_bytes, count).unpack(packed)
+    end = count // KEYS_OF_FORMAT * KEYS_OF_FORMAT * key_bytes
+    pieces = _keys_format(key_bytes, KEYS_OF_FORMAT).iter_unpack(memoryview(packed)[:end])
+    return (*chain.from_iterable(pieces), *_keys_format(key_bytes, count % KEYS_OF_FORMAT).unpack(packed[end:]))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _keys_format(key_bytes: int, count: int) -> struct.Struct:
     return struct.Struct(f"{key_bytes}s" * count)
