@@ -1,6 +1,7 @@
 """Who is refused and why: versions, engines of a node and of a pod, rows and credits that are too large; and engines
 that are left alone, which take nobody's place."""
 
+import os
 import time
 from pathlib import Path
 
@@ -87,6 +88,56 @@ def test_one_pod_has_half_of_the_engines_that_a_node_may_have(folder: Path) -> N
         engines += [TestEngine(modest, engine_id=f"e{number}", ranks=1) for number in range(2)]
         for engine in engines:
             engine.close()
+
+
+def locks_of(path: Path, message: Hello) -> list[int]:
+    """Say hello and hang up: the descriptors that came, or SessionRefused."""
+    session = Session.connect(str(path), message)
+    session.close()
+    return session.take_descriptors()
+
+
+def locks_of_all(path: Path, messages: list[Hello], locks: list[int]) -> None:
+    for message in messages:
+        locks += locks_of(path, message)
+
+
+def test_engines_that_keep_their_locks_and_hang_up_are_bounded(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        connect(path, hello(engine_id="first")).close()
+        hellos = [hello(engine_id="same", process=number.to_bytes(16, "little")) for number in range(100)]
+        locks: list[int] = []
+        with pytest.raises(SessionRefused, match="without a connection"):
+            locks_of_all(path, hellos, locks)
+        assert 16 <= len(locks) < 64
+        engine = TestEngine(daemon.attach("other"))
+        while locks:
+            os.close(locks.pop())
+        wait_until(lambda: attachments(daemon) == 3)
+        engine.close()
+
+
+def attachments(daemon: DaemonProcess) -> int:
+    return len(list((daemon.state / "attachments").glob("*.json")))
+
+
+def test_a_process_that_says_hello_without_end_leaves_little_behind(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        message = hello(process=b"p" * 16)
+        connect(path, message).close()
+        locks = locks_of(path, message)
+        for _ in range(50):
+            for lock in locks_of(path, message):
+                os.close(lock)
+        assert attachments(daemon) < 5, "the one lock that is held, the newest one, and one that was just let go of"
+        with pytest.raises(SessionRefused, match="holds 16 attachments"):
+            locks_of_all(path, [message] * 50, locks)
+        for lock in locks:
+            os.close(lock)
+        wait_until(lambda: attachments(daemon) == 0)
+        TestEngine(path).close()
 
 
 def test_a_row_larger_than_an_extent_is_refused_with_both_numbers(folder: Path) -> None:

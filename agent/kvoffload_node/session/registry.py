@@ -43,6 +43,12 @@ log = logging.getLogger(__name__)
 
 MAX_POD_SHARE = 2
 """One pod has at most this part of maxEnginesPerNode (rounded up), so that the others find room."""
+MIN_SILENT = 16
+"""So many engines of a pod may live without a connection, or as many as it may have attached: their locks are tested in
+each sweep."""
+MAX_UNCONFIRMED = 16
+"""So many earlier attachments a process may hold that says nothing over the newest one; two are what an engine holds
+that meets a daemon's death."""
 SWEEP_SECONDS = 0.25
 """How often the locks of sessions without a connection are tested."""
 
@@ -150,6 +156,8 @@ class Registry:
         self._check_hello(hello)
         engine = self._engine_for(pod, hello)
         before = engine.sessions.get(hello.rank)
+        if before is not None:
+            self._forget_let_go(before)
         session = Session(self.region.next_number(), engine, hello.rank, hello.process, connection)
         if hello.rank != SCHEDULER:
             session.part = RankPart(hello.part, hello.part_bytes)
@@ -199,6 +207,23 @@ class Registry:
                 f"{of_pod} engines of this pod are attached, one pod may have {share} of the {limit} that "
                 f"maxEnginesPerNode allows; raise it to at least {MAX_POD_SHARE * of_pod + 1}, or run the engines in "
                 "more pods",
+            )
+        self._check_silent(pod, max(MIN_SILENT, share))
+
+    def _check_silent(self, pod: Pod, allowed: int) -> None:
+        """Raise SessionRefused where too many engines of the pod hold locks and no connection."""
+
+        def silent() -> list[Engine]:
+            return [e for e in self.engines.values() if e.pod is pod and e.sessions and not e.is_attached]
+
+        if len(silent()) < allowed:
+            return
+        for engine in silent():
+            self._end_dead_sessions(engine)
+        if (left := len(silent())) >= allowed:
+            raise SessionRefused(
+                RefusalReason.TOO_MANY_ENGINES_IN_POD,
+                f"{left} engines of this pod live without a connection, allowed are {allowed}; end their processes",
             )
 
     def _check_hello(self, hello: Hello) -> None:
@@ -261,6 +286,21 @@ class Registry:
         session.predecessors = [*before.predecessors, before.number]
         if before.rank != SCHEDULER:
             before.engine.tenant.num_workers -= 1
+
+    def _forget_let_go(self, session: Session) -> None:
+        """Earlier attachments that the process itself has let go of tell no more. Raises SessionRefused."""
+        kept = []
+        for number in session.predecessors:
+            if self._attachments.is_held(number):
+                kept.append(number)
+            else:
+                self._attachments.remove(number)
+        session.predecessors = kept
+        if len(kept) >= MAX_UNCONFIRMED:
+            raise SessionRefused(
+                RefusalReason.TOO_MANY_CONNECTIONS,
+                f"this process holds {len(kept)} attachments and has sent nothing over the newest one; close them",
+            )
 
     def confirm(self, session: Session) -> None:
         """The process has sent a message over its new connection: it has the new lock, so the old one tells no more."""
