@@ -35,7 +35,7 @@ def install_chart(
     ]
     # Two cores for a control plane, two engines with spinning ranks and the daemon that they ask: 2 ms are too few. The
     # servers' CPU limits belong to this: under Linux 6.18 ranks that spin otherwise keep others waiting for up to 3 s.
-    sets = ["--set-json", "engine.stepDeadlineSeconds=0.1"]
+    sets = ["--set-json", "engine.stepDeadlineSeconds=0.25"]
     sets += [argument for value in chosen for argument in ("--set", value)]
     try:
         kubernetes.helm(
