@@ -16,6 +16,7 @@ record a slot; the page cache outlives a killed daemon, and a record torn by the
     as ORPHANED
 """
 
+import errno
 import mmap
 import os
 import struct
@@ -71,8 +72,25 @@ class TenantJournal:
             if os.fstat(descriptor).st_size < length:
                 os.ftruncate(descriptor, length)
             self._map = mmap.mmap(descriptor, length)
-        finally:
+        except BaseException:
             os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def make_room(self, position: int, slot_bytes: int) -> bool:
+        """Give the records of an extent with slots of this size (or UNCUT) their place on the disk.
+
+        False where the disk is full: writing through the mapping would be SIGBUS there, and the daemon's end.
+        """
+        num_slots = 0 if slot_bytes == UNCUT else self.extent_bytes // slot_bytes
+        num_bytes = _EXTENT.size + num_slots * RECORD_BYTES
+        try:
+            os.posix_fallocate(self._descriptor, position * self._position_bytes, num_bytes)
+        except OSError as error:
+            if error.errno not in _OUT_OF_DISK:
+                raise
+            return False
+        return True
 
     def writing(self, offset: int, slot_bytes: int, engine: int) -> None:
         """The slot is about to be handed out to this engine."""
@@ -126,6 +144,7 @@ class TenantJournal:
     def close(self) -> None:
         """Unmap; the file stays."""
         self._map.close()
+        os.close(self._descriptor)
 
     def unlink(self) -> None:
         """Remove the file."""
@@ -150,3 +169,4 @@ def _checksum(state: int, namespace: int, account: int, number: int, key: bytes)
 
 _ZEROS = bytes(RECORD_BYTES)
 _NO_EXTENT = bytes(_EXTENT.size)
+_OUT_OF_DISK = (errno.ENOSPC, errno.EDQUOT)

@@ -37,6 +37,8 @@ class Shortage:
     """Pages are being allocated: ask again soon."""
     ALL_LEASED = "AllLeased"
     """Every slot is leased, being written, or guaranteed to others."""
+    STATE_FULL = "StateFull"
+    """The disk of the state folder has no room for the records of more slots."""
     RECOVERING = "Recovering"
     """An engine of before the restart has not yet said what it holds: nothing is evicted until it has, or is dead."""
 
@@ -165,14 +167,17 @@ class TenantIndex(SlotTable):
                 if not extent.free:
                     del slab.partial[extent.position]
                 return offset, ""
-            if self.spare:
+            is_full = bool(self.spare) and not self.journal.make_room(self.spare[-1], slab.slot_bytes)
+            if self.spare and not is_full:
                 self.cut(self.spare.pop(), slab)
                 continue
             oldest = coldest_slot(slab, self.ready, account) if self.may_evict else None
-            supply = find_extent(oldest[1] if oldest else self.clock.tick)
+            supply = Supply.NONE if is_full else find_extent(oldest[1] if oldest else self.clock.tick)
             if supply is Supply.GROWING:
                 return None, Shortage.ALLOCATING
             if supply is Supply.NONE:
+                if oldest is None and is_full:
+                    return None, Shortage.STATE_FULL
                 if oldest is None:
                     return None, Shortage.ALL_LEASED if self.may_evict else Shortage.RECOVERING
                 self.evict(oldest[0], "Capacity")

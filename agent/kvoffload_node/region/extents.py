@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.errors import PagesUnavailable, RegionUnusable
 from kvoffload_node.host.numa import NumaNode
+from kvoffload_node.index.journal import UNCUT
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Slab
 from kvoffload_node.index.tenant import Supply, TenantIndex
@@ -153,6 +154,8 @@ class ExtentPool:
         tenant.positions.add(position)
         unallocated = self.num_extents - self.num_allocated
         try:
+            if not tenant.index.journal.make_room(position, UNCUT):
+                raise RegionUnusable(f"no room on the disk for {tenant.index.journal.path}; free some")
             self._reservation.resize(unallocated * self.extent_bytes)
             node = self._plan_node(self.num_by_node)
             cpus = node.cpus if node else frozenset()

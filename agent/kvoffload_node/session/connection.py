@@ -136,6 +136,11 @@ class Connection(asyncio.Protocol):
             if self._registry.is_first(self._pod, RefusalReason.MALFORMED):
                 log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)
+        except (
+            OSError
+        ) as error:  # of the state folder's disk, or of descriptors: nothing else is opened or written here
+            log.error("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
+            self.end("SystemError")
         except Exception:
             log.exception("pod %s/%s: connection ended by a bug of this daemon", self._pod.namespace, self._pod.name)
             self.end("InternalError")

@@ -3,6 +3,7 @@
 Runs in the node daemon, called by `connection.py` for each message.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,12 @@ from dataclasses import dataclass, field
 from kvoffload.errors import RefusalReason
 from kvoffload.protocol.messages import Report
 from kvoffload_node.index.slots import Namespace
+from kvoffload_node.index.tenant import Shortage
 from kvoffload_node.region.extents import HEADROOM_EXTENTS
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import Engine, Session
+
+log = logging.getLogger(__name__)
 
 MIN_WRITES = 256
 """So many slots any engine may have reserved and not sealed; above, at most `MAX_WRITE_SHARE` of the capacity."""
@@ -45,6 +49,7 @@ class Traffic:
         self.counters = Counters()
         self.paused = ""
         """Why nothing is served now, empty while it is."""
+        self._state_is_full = False
 
     def find(self, session: Session, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         """Offsets of the keys, -1 for a miss. `lease_found` must follow before anything else is handled."""
@@ -74,7 +79,7 @@ class Traffic:
         allowed = max(MIN_WRITES, self._region.capacity_bytes // slab.slot_bytes // MAX_WRITE_SHARE) - engine.num_writes
         if allowed <= 0:
             return [], RefusalReason.RATE.value
-        extents = self._region.extents
+        extents, journal = self._region.extents, tenant.index.journal
         offsets, reason = tenant.index.reserve(
             slab,
             min(count, allowed),
@@ -84,6 +89,10 @@ class Traffic:
         )
         if len(tenant.index.spare) < HEADROOM_EXTENTS:
             extents.wake()
+        if self._state_is_full != (reason == Shortage.STATE_FULL):
+            self._state_is_full = not self._state_is_full
+            if self._state_is_full:
+                log.error("the disk has no room for more records in %s: less is stored until it has", journal.path)
         return offsets, reason or (RefusalReason.RATE.value if len(offsets) < count else "")
 
     def published(self, engine: Engine, offsets: Sequence[int]) -> None:

@@ -1,0 +1,59 @@
+"""The disk of the state folder is full: the daemon says so, serves what it has, and goes on when there is room."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from byte_engine import key_of
+from daemon_process import connect, wait_until
+from kvoffload.errors import KVOffloadError
+from small_pool import attach, fill, hello, hits, start
+
+pytestmark = pytest.mark.hugepages
+"""Mounting needs root, as huge pages do."""
+DISK_BYTES = 1 << 20
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A state folder of 1 MiB."""
+    state = folder / "state"
+    state.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(state)], check=True)
+    yield state
+    subprocess.run(["umount", "-l", str(state)], check=True)
+
+
+def use_up(disk: Path) -> Path:
+    junk = disk / "junk"
+    status = os.statvfs(disk)
+    junk.write_bytes(bytes(status.f_bavail * status.f_bsize))
+    return junk
+
+
+def test_a_full_disk_ends_no_daemon(folder: Path, small_disk: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        engine, other = attach(path, "engine"), attach(path, "other", ranks=1, part_bytes=4096)
+        keys = fill(engine, 8, salt=1)
+        junk = use_up(small_disk)
+
+        def is_refused() -> bool:
+            return not other.store([key_of(0, salt=2)]) and other.reason == "StateFull"
+
+        wait_until(is_refused)
+        assert daemon.process is not None
+        assert daemon.process.poll() is None
+        assert hits(engine, keys) == 8
+        assert "no room for more records" in daemon.log
+        with pytest.raises(KVOffloadError):
+            connect(path, hello(engine_id="late"))
+        assert "connection ended: [Errno 28]" in daemon.log
+        assert "a bug of this daemon" not in daemon.log
+        junk.unlink()
+        fill(other, 8, salt=3)
+        for one in (engine, other):
+            one.close()
