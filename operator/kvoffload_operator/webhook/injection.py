@@ -247,7 +247,8 @@ def _add_environment(
     prediction: Prediction,
 ) -> None:
     present: Sequence[Manifest] = container.get("env") or ()
-    names = [variable["name"] for variable in present]
+    # of a name that stands twice the last one counts
+    places = {variable["name"]: place for place, variable in enumerate(present)}
     base = f"/spec/containers/{index}/env"
     changes: list[tuple[str, list[Manifest]]] = []
     image_path = annotations.get(IMAGE_PYTHONPATH_ANNOTATION, "").strip(":")
@@ -265,17 +266,17 @@ def _add_environment(
         absent[ENV_STEP_DEADLINE] = str(facts.step_deadline_seconds)
     added: list[Manifest] = []
     # in place from the end, so that indices stay right while a kept copy is put before its variable
-    for name, variables in sorted(changes, key=lambda change: -names.index(change[0]) if change[0] in names else 1):
+    for name, variables in sorted(changes, key=lambda change: -places.get(change[0], -1)):
         if not variables:
             continue
-        if name not in names:
+        if name not in places:
             added.extend(variables)
             continue
-        at = names.index(name)
+        at = places[name]
         patch.replace(f"{base}/{at}", variables[-1])
         for kept in reversed(variables[:-1]):
             patch.add(f"{base}/{at}", kept)
-    added.extend({"name": name, "value": value} for name, value in absent.items() if name not in names)
+    added.extend({"name": name, "value": value} for name, value in absent.items() if name not in places)
     if added and not present:
         patch.add(base, added)
     else:
@@ -283,9 +284,13 @@ def _add_environment(
             patch.add(f"{base}/-", variable)
 
 
+def _last(present: Sequence[Manifest], name: str) -> Manifest | None:
+    return next((variable for variable in reversed(present) if variable["name"] == name), None)
+
+
 def _python_path(present: Sequence[Manifest], image_path: str) -> list[Manifest]:
     """PYTHONPATH with our folder first; nothing if it is there already."""
-    found = next((variable for variable in present if variable["name"] == ENV_PYTHONPATH), None)
+    found = _last(present, ENV_PYTHONPATH)
     if found is None:
         return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [LIBRARY_PATH, image_path]))}]
     if "valueFrom" in found:
@@ -299,7 +304,7 @@ def _python_path(present: Sequence[Manifest], image_path: str) -> list[Manifest]
 
 def _plugins(present: Sequence[Manifest]) -> list[Manifest]:
     """VLLM_PLUGINS with ours, only where the user limited them."""
-    found = next((variable for variable in present if variable["name"] == ENV_VLLM_PLUGINS), None)
+    found = _last(present, ENV_VLLM_PLUGINS)
     if found is None:
         return []
     if "valueFrom" in found:

@@ -132,6 +132,16 @@ def everything() -> dict[str, Any]:
     )
 
 
+def twice() -> list[dict[str, str]]:
+    """Variables that stand there twice, which the API server warns of and takes; the kubelet takes the last one."""
+    return [
+        {"name": "PYTHONPATH", "value": "/first"},
+        {"name": "VLLM_PLUGINS", "value": "first"},
+        {"name": "PYTHONPATH", "value": "/last"},
+        {"name": "VLLM_PLUGINS", "value": "last"},
+    ]
+
+
 @pytest.mark.parametrize(
     "pod",
     [
@@ -141,6 +151,7 @@ def everything() -> dict[str, Any]:
             command=DEEPSEEK, container={"env": [{"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {}}}]}
         ),
         pod_manifest(command=DEEPSEEK, container={"env": []}, volumes=[], affinity={}),
+        pod_manifest(command=DEEPSEEK, container={"env": twice()}),
         pod_manifest(command=DEEPSEEK, nodeName="n"),
     ],
 )
@@ -149,6 +160,14 @@ def test_case_24_the_second_call_changes_nothing(pod: dict[str, Any], attachment
     given = facts(attachment=attachment)
     once = injected(pod, given)
     assert inject(once, given).operations == ()
+
+
+def test_case_24_of_a_variable_that_stands_twice_the_last_one_is_changed() -> None:
+    after = injected(pod_manifest(command=DEEPSEEK, container={"env": twice()}))
+    environment = env_of(after)
+    assert environment["PYTHONPATH"] == f"{LIBRARY_PATH}:/last"
+    assert environment["VLLM_PLUGINS"] == "last,kvoffload"
+    assert after["spec"]["containers"][0]["env"][0]["value"] == "/first"
 
 
 def test_case_24_the_user_s_values_stay() -> None:
