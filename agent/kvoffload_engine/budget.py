@@ -7,6 +7,7 @@ Runs in vLLM's engine core, in the scheduler's thread; owned by `kvoffload_engin
               has answered what it owes
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -22,16 +23,17 @@ QUIET_SECONDS = 10.0
 
 def step_seconds_from(environment: Mapping[str, str]) -> float:
     """The deadline of a step that the user set, bounded, or the default."""
+    text = environment.get(DEADLINE_VARIABLE)
+    if text is None:
+        return DEFAULT_STEP_SECONDS
     try:
-        return min(MAX_STEP_SECONDS, max(0.0, float(environment[DEADLINE_VARIABLE])))
-    except KeyError:
-        return DEFAULT_STEP_SECONDS
+        seconds = float(text)
     except ValueError:
-        found = environment[DEADLINE_VARIABLE]
-        logger.warning(
-            "kvoffload: %s is %r, needed a number: %g s are used", DEADLINE_VARIABLE, found, DEFAULT_STEP_SECONDS
-        )
-        return DEFAULT_STEP_SECONDS
+        seconds = math.nan
+    if not math.isnan(seconds):
+        return min(MAX_STEP_SECONDS, max(0.0, seconds))
+    logger.warning("kvoffload: %s is %r, needed a number: %g s are used", DEADLINE_VARIABLE, text, DEFAULT_STEP_SECONDS)
+    return DEFAULT_STEP_SECONDS
 
 
 class StepBudget:

@@ -63,9 +63,10 @@ def remembered_decision(model: str) -> Decision | None:
     """What another process of this engine decided, None if nothing, nothing readable, or for another model."""
     try:
         decision = Decision(**json.loads(os.environ[DECISION_VARIABLE]))
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         return None
-    return decision if decision.model == model else None
+    is_whole = [type(value) for value in dataclasses.astuple(decision)] == [bool, str, str, str, str]
+    return decision if is_whole and decision.model == model else None
 
 
 def register() -> None:
@@ -176,7 +177,7 @@ def build_with_connector(
 def blocks_per_chunk(environment: Mapping[str, str]) -> int:
     """How many blocks make a chunk: 1, or what the user asks for; 1 for anything that is no such number."""
     text = environment.get(BLOCKS_PER_CHUNK_VARIABLE, "") or "1"
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_BLOCKS_PER_CHUNK:
+    if text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= MAX_BLOCKS_PER_CHUNK:
         return int(text)
     logger.warning(
         "kvoffload: %s is %r, needed a whole number from 1 to %d: 1 is used",

@@ -16,6 +16,8 @@ from kvoffload_engine.environment import DEADLINE_VARIABLE
         ("-1", 0.0),
         ("60", MAX_STEP_SECONDS),
         ("soon", DEFAULT_STEP_SECONDS),
+        ("nan", DEFAULT_STEP_SECONDS),
+        ("inf", MAX_STEP_SECONDS),
     ],
 )
 def test_the_users_deadline_is_taken_within_bounds(text: str | None, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -172,6 +173,20 @@ def test_a_bug_of_ours_runs_without_us(
     assert "ZeroDivisionError" in one_line(caplog.records)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 50_000, "[1]", '{"attach": "no", "reason": 1, "message": 2, "engine_id": [], "model": "stub"}'],
+    ids=["deep", "a list", "other types"],
+)
+def test_a_decision_that_nobody_took_is_taken_anew(
+    stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_DECISION", text)
+    plugin.register()
+    assert stub().create_engine_config().kv_transfer_config is not None
+    assert json.loads(os.environ["KVOFFLOAD_DECISION"])["attach"] is True
+
+
 @pytest.mark.parametrize(("text", "blocks"), [("", 1), ("4", 4), ("64", 64)])
 def test_chunks_have_the_blocks_that_the_user_asks_for(
     stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch, text: str, blocks: int
@@ -182,7 +197,7 @@ def test_chunks_have_the_blocks_that_the_user_asks_for(
     assert extra["blocks_per_chunk"] == blocks
 
 
-@pytest.mark.parametrize("text", ["0", "65", "-1", "1.5", "many", "\u00b2"])
+@pytest.mark.parametrize("text", ["0", "65", "-1", "1.5", "many", "\u00b2", "9" * 5000], ids=lambda text: text[:8])
 def test_chunks_of_no_such_number_of_blocks_are_of_one_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
