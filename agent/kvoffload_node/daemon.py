@@ -270,11 +270,15 @@ class Daemon:
             revoke=lambda tenant, positions: holder[0].revoke(tenant, positions),
             uid=self._uid,
         )
-        registry = Registry(
-            region=region,
-            attachments=Attachments(self.settings.state / "attachments"),
-            quarantine_seconds=self.settings.quarantine_seconds,
-        )
+        try:
+            registry = Registry(
+                region=region,
+                attachments=Attachments(self.settings.state / "attachments"),
+                quarantine_seconds=self.settings.quarantine_seconds,
+            )
+        except RegionUnusable:
+            region.close()
+            raise
         holder.append(registry)
         return Running(region, registry, Server(registry, self.settings.handoff_socket))
 

@@ -5,6 +5,7 @@ Runs in the node daemon, made once by `daemon.py`. Sessions reach tenants, accou
 
 import hashlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from pathlib import Path
 
@@ -78,7 +79,7 @@ class Region:
             )
         self.folder.mkdir(mode=0o700, exist_ok=True)
         catalog = read_catalog(self._catalog_path)
-        epoch = catalog.epoch if catalog else 0
+        epoch = catalog.epoch if catalog else self._lost_epoch()
         if catalog is None or not _fits(catalog, spec, mount, boot_id, uid):
             extent_bytes = plan_extent_bytes(spec.capacity_bytes, mount.page_bytes)
             catalog = Catalog(boot_id=boot_id, extent_bytes=extent_bytes, span_bytes=0)
@@ -105,6 +106,13 @@ class Region:
         self.catalog.accounts = [account.namespace for account in self.accounts]
         self._adopt()
         self._save()
+
+    def _lost_epoch(self) -> int:
+        """Where files are left and the catalog is not, engines may live that know its epochs: none is used again."""
+        if not any(self.folder.glob(REGION_FILES)):
+            return 0
+        log.error("%s is lost or damaged: what is stored cannot be told any more, and is dropped", self._catalog_path)
+        return int(time.time())
 
     @property
     def epoch(self) -> int:
@@ -276,12 +284,19 @@ class Region:
                 self._journal_path(entry.name).unlink(missing_ok=True)
                 continue
             tenant = self._open_tenant(entry)
+            tenant.positions = set(tenant.index.journal.read_extents())
+            if tenant.file.allocated_bytes < len(tenant.positions) * self.extent_bytes:
+                log.error("%s has lost pages, somebody has cut it: its tenant begins anew", path)
+                for thing in (tenant.file, tenant.index.journal):
+                    thing.close()
+                    thing.unlink()
+                del self.extents.tenants[entry.name]
+                continue
             for namespace in self.catalog.namespaces:
                 if namespace.tenant == entry.number:
                     tenant.index.namespaces[namespace.number] = Namespace(
                         namespace.number, namespace.digest, namespace.key_bytes, namespace.saved_per_slot
                     )
-            tenant.positions = set(tenant.index.journal.read_extents())
             self._punch_unknown(tenant)
             names.add(path.name)
             kept.append(entry)

@@ -9,11 +9,16 @@ restarted one.
 """
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+from kvoffload.errors import RegionUnusable
+
+log = logging.getLogger(__name__)
 
 
 class AttachmentEntry(msgspec.Struct, frozen=True):
@@ -70,12 +75,26 @@ class Attachments:
         self._lock_path(number).unlink(missing_ok=True)
 
     def read_all(self) -> Iterator[AttachmentEntry]:
-        """Every journaled attachment, the oldest first; leftovers of a kill in the middle of `create` are removed."""
+        """Every journaled attachment, the oldest first; leftovers of a kill in the middle of `create` are removed.
+
+        A damaged one whose client is gone (a power failure leaves empty files) is removed too. Raises RegionUnusable
+        where the client lives: what it may touch is not known.
+        """
         for path in list(self._folder.iterdir()):
-            if path.suffix == ".new" or not path.with_suffix(".json").exists():
+            if path.suffix == ".new" or (path.suffix == ".lock" and not path.with_suffix(".json").exists()):
                 path.unlink()
-        for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
-            yield msgspec.json.decode(path.read_bytes(), type=AttachmentEntry)
+        numbered = {int(path.stem): path for path in self._folder.glob("*.json") if path.stem.isdecimal()}
+        for number, path in sorted(numbered.items()):
+            try:
+                yield msgspec.json.decode(path.read_bytes(), type=AttachmentEntry)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                if self.is_held(number):
+                    raise RegionUnusable(
+                        f"{path} is damaged ({error}) and its process lives, which may read and write the region; "
+                        "recreate the pods that use the pool on this node"
+                    ) from error
+                log.warning("%s is damaged and nobody holds it: removed (%s)", path, error)
+                self.remove(number)
 
     def _lock_path(self, number: int) -> Path:
         return self._folder / f"{number}.lock"
