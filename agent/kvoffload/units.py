@@ -13,6 +13,9 @@ from kvoffload.errors import InvalidSpec
 MAX_BYTES = 2**63 - 1
 """Kubernetes stores counts of bytes as int64."""
 
+MAX_DIGITS = 100
+"""Longer texts are no quantity: no count of bytes has so many digits, and Python reads at most 4,300."""
+
 QUANTITY_PATTERN = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{1,2})?$"
 """What the API server's schema takes; a minus sign is left out because no bytes are negative."""
 
@@ -38,9 +41,9 @@ def parse_quantity(value: "str | int | float") -> int:
         value = int(value)
     if isinstance(value, int):
         return _checked(Fraction(value), str(value))
-    match = _QUANTITY.match(value)
+    match = _QUANTITY.match(value) if len(value) <= MAX_DIGITS else None
     if match is None:
-        raise InvalidSpec(f"{value!r} is no quantity; write bytes such as 107374182400, 100Gi or 1e11")
+        raise InvalidSpec(f"{value[:MAX_DIGITS]!r} is no quantity; write bytes such as 107374182400, 100Gi or 1e11")
     sign, digits, suffix = match.groups()
     number = Fraction(digits + "0" if digits.endswith(".") else digits)
     if suffix in _BINARY:

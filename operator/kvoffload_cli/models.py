@@ -31,23 +31,23 @@ def read_config(name: str, *, hub_cache: Path | None = None) -> tuple[Mapping[st
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return _parse(path.read_text(encoding="utf-8"), str(path)), str(path)
+        return _parse(path.read_bytes(), str(path)), str(path)
     cached = _in_hub_cache(name, hub_cache or _default_hub_cache())
     if cached is not None:
-        return _parse(cached.read_text(encoding="utf-8"), str(cached)), str(cached)
+        return _parse(cached.read_bytes(), str(cached)), str(cached)
     packaged = PACKAGED / f"{name.replace('/', '--')}.json"
     if packaged.is_file():
-        return _parse(packaged.read_text(encoding="utf-8"), name), "packaged with kvoffload"
+        return _parse(packaged.read_bytes(), name), "packaged with kvoffload"
     raise InvalidSpec(
         f"model {name!r}: no such file or folder, not in the local Hugging Face cache, and not packaged "
         f"({', '.join(packaged_models())}); give the path of its config.json"
     )
 
 
-def _parse(text: str, source: str) -> Mapping[str, Any]:
+def _parse(text: bytes, source: str) -> Mapping[str, Any]:
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidSpec(f"{source} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidSpec(f"{source} holds a {type(config).__name__}, needed an object with the model's configuration")

@@ -1,4 +1,4 @@
-"""What a daemon finds damaged when it starts: it serves what it can believe, says what it cannot, and ends for neither."""
+"""What a daemon finds damaged when it starts: it serves what it can believe, says what it cannot, and goes on."""
 
 import os
 from pathlib import Path

@@ -25,6 +25,9 @@ class AttentionKind(str, Enum):
     GROUPED_QUERY = "grouped-query attention"
 
 
+MAX_LAYERS = 10_000
+"""No model has so many; sizes are planned layer by layer."""
+
 MLA_MODEL_TYPES = frozenset(
     {
         "axk1",
@@ -122,6 +125,8 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
                 "token; start the engine on a small pool: its log says how many bytes a slot has ('bytes a slot')"
             )
     num_layers = _integer(text, "num_hidden_layers", "n_layer", "num_layers")
+    if num_layers > MAX_LAYERS:
+        raise InvalidSpec(f"{model_type}: {num_layers} layers in the configuration, at most {MAX_LAYERS} are planned")
     latent = _optional(text, "kv_lora_rank")
     is_mla = latent > 0 and model_type in MLA_MODEL_TYPES
     indexer = _optional(text, "index_head_dim") if is_mla and text.get("index_topk") else 0

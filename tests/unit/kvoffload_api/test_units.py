@@ -51,6 +51,7 @@ def test_a_quantity_is_exactly_its_bytes(value: str | int | float, num_bytes: in
         ("abc", "no quantity"),
         ("", "no quantity"),
         ("1 Gi", "no quantity"),
+        ("9" * 5000, "no quantity"),
         (True, "no quantity"),
     ],
 )

@@ -34,6 +34,9 @@ GOLDEN_PLANS = {
 }
 
 
+TINY = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+
+
 def run_plan(*arguments: str) -> str:
     result = CliRunner().invoke(
         app, ["plan", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"}, catch_exceptions=False
@@ -75,6 +78,18 @@ def test_a_config_json_is_enough(tmp_path: Path) -> None:
     config.write_text(json.dumps(read_config("deepseek-ai/DeepSeek-V3")[0]))
     assert "70,272 per token" in run_plan("--model", str(tmp_path), "--tp", "2", "--capacity", "64Gi")
     assert "70,272 per token" in run_plan("--model", str(config), "--tp", "2", "--capacity", "64Gi")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [b"", b"[" * 100_000, b"\xff\xfe{}", json.dumps({**TINY, "num_hidden_layers": 10**30}).encode()],
+    ids=["empty", "deep", "no text", "layers without end"],
+)
+def test_a_config_json_that_makes_no_sense_is_refused(tmp_path: Path, config: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(config)
+    with pytest.raises(InvalidSpec):
+        read_shape(read_config(str(path))[0])
 
 
 def test_newest_snapshot_of_the_local_hub_cache_is_found(tmp_path: Path) -> None:
