@@ -20,6 +20,8 @@ Answer = tuple[int, str, bytes]
 
 LOOP_SECONDS = 5.0
 """A loop that does not answer for so long is stuck."""
+REQUEST_SECONDS = 10.0
+"""A connection that says nothing for so long is ended, and its thread with it."""
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -27,6 +29,8 @@ def start_endpoints(port: int, answers: dict[str, Callable[[], Answer]]) -> Thre
     """Serve each path with what its function returns. Stop it with `shutdown` and `server_close`."""
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_SECONDS
+
         def do_GET(self) -> None:
             answer = answers.get(self.path.partition("?")[0])
             status, content_type, body = answer() if answer else (404, TEXT, b"not found\n")
