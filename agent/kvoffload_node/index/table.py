@@ -5,6 +5,7 @@ for what is cold in it. Offsets are byte offsets into the tenant's file.
 """
 
 from collections import OrderedDict
+from collections.abc import Set
 
 from kvoffload_node.index.eviction import ColdExtents
 from kvoffload_node.index.journal import UNCUT, TenantJournal
@@ -57,6 +58,11 @@ class SlotTable:
         if slab is None:
             slab = self.slabs[stride] = Slab(slot_bytes=stride)
         return slab
+
+    def forget_slabs(self, in_use: Set[Slab | None]) -> None:
+        """Drop slabs without an extent that no engine stores to: each slot size that a pod ever had left one."""
+        for stride in [stride for stride, slab in self.slabs.items() if not slab.extents and slab not in in_use]:
+            del self.slabs[stride]
 
     def lru(self, slab: Slab, account: Account) -> "OrderedDict[int, int]":
         """Where the account's READY slots of this slab wait to be evicted."""

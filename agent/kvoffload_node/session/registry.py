@@ -344,6 +344,9 @@ class Registry:
             if not engine.sessions and not engine.dying:
                 del self.engines[number]
                 self.forget_namespaces()
+        slabs = {engine.slab for engine in self.engines.values()}
+        for tenant in self.region.extents.tenants.values():
+            tenant.index.forget_slabs(slabs)
         for uid, pod in list(self.pods.items()):
             if pod.detached and not any(engine.pod is pod for engine in self.engines.values()):
                 del self.pods[uid]

@@ -155,3 +155,12 @@ def test_generations_of_which_nothing_is_left_are_not_remembered(filled: Filled)
     )  # fmt: skip
     assert len(reserved) == 1
     assert filled.index.storers() == {1, 8}
+
+
+def test_slot_sizes_that_nobody_uses_any_more_are_forgotten(tmp_path: Path) -> None:
+    filled = Filled(tmp_path)
+    used = filled.index.slab(LARGE)
+    for slot_bytes in range(20_000, 21_000):
+        filled.index.slab(slot_bytes)
+    filled.index.forget_slabs({used, None})
+    assert set(filled.index.slabs) == {SMALL, LARGE}
