@@ -6,7 +6,7 @@ Called by `reference.py`. `<!-- file: PATH -->` to `<!-- /file -->` becomes the 
 import re
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from hack.cache import REPOSITORY
 
 
 def fill_in(text: str) -> str:

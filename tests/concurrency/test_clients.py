@@ -80,7 +80,7 @@ def test_before_a_hello_no_frame_longer_than_a_hello_is_taken(folder: Path) -> N
     with start(folder, None) as daemon:
         path = daemon.attach("pod")
         longest = hello(**dict.fromkeys(("reason", "model", "engine_version", "agent_version"), "😀" * 256))
-        longest = msgspec.structs.replace(longest, engine_id="\U0001f600" * 128, message="\U0001f600" * 8192)
+        longest = msgspec.structs.replace(longest, engine_id="😀" * 128, message="😀" * 8192)
         Session.connect(str(path), longest).close()
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(path))

@@ -48,7 +48,9 @@ def test_a_full_disk_ends_no_daemon(folder: Path, small_disk: Path) -> None:
         assert daemon.process is not None
         assert daemon.process.poll() is None
         assert hits(engine, keys) == 8
-        assert "no room for more records" in daemon.log
+        assert engine.store([key_of(8, salt=1)]), "its extent has slots whose records have their place"
+        assert is_refused()
+        assert daemon.log.count("no room for more records") == 1, "said once, however the engines take turns"
         with pytest.raises(KVOffloadError):
             connect(path, hello(engine_id="late"))
         assert "connection ended: [Errno 28]" in daemon.log

@@ -31,7 +31,7 @@ from e2e.control_plane import (
     wait_until,
 )
 from e2e.operator_pools import condition, pool_manifest
-from e2e.test_operator_webhook import DEEPSEEK, create, host_address, is_injected
+from e2e.test_operator_webhook import DEEPSEEK, create, host_address, is_injected, publish
 from hack.cert_manager.program import cert_manager_crds, ensure_cert_manager
 from operator_builders import pod_manifest
 
@@ -166,25 +166,8 @@ def start(plane: ControlPlane, deployment: Object, services: list[Object]) -> We
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=plane.folder)
     for service in services:
         if service["spec"]["selector"].items() <= template["metadata"]["labels"].items():
-            publish(plane, service["metadata"]["name"], name, port)
+            publish(plane, service["metadata"]["name"], **{name: port})
     return Webhook(process, port, tls)
-
-
-def publish(plane: ControlPlane, service: str, pod: str, port: int) -> None:
-    plane.apply(
-        {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {
-                "name": f"{service}.{pod}",
-                "namespace": NAMESPACE,
-                "labels": {"kubernetes.io/service-name": service},
-            },
-            "addressType": "IPv4",
-            "ports": [{"name": "admission", "port": port, "protocol": "TCP"}],
-            "endpoints": [{"addresses": [host_address()], "conditions": {"ready": True}}],
-        }
-    )
 
 
 def bundles(plane: ControlPlane) -> set[bytes]:

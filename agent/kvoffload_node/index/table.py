@@ -48,6 +48,8 @@ class SlotTable:
         """By reason."""
         self.may_evict = True
         """False after a restart until every engine of before has said what it holds, or is dead."""
+        self.is_disk_full = False
+        """The last spare extent that was needed could not be cut: its records had no room on the disk."""
 
     # --- slots --------------------------------------------------------------------------------------------------------
 

@@ -167,16 +167,18 @@ class TenantIndex(SlotTable):
                 if not extent.free:
                     del slab.partial[extent.position]
                 return offset, ""
-            is_full = bool(self.spare) and not self.journal.make_room(self.spare[-1], slab.slot_bytes)
-            if self.spare and not is_full:
-                self.cut(self.spare.pop(), slab)
-                continue
+            if self.spare:
+                self.is_disk_full = not self.journal.make_room(self.spare[-1], slab.slot_bytes)
+                if not self.is_disk_full:
+                    self.cut(self.spare.pop(), slab)
+                    continue
             oldest = coldest_slot(slab, self.ready, account) if self.may_evict else None
-            supply = Supply.NONE if is_full else find_extent(oldest[1] if oldest else self.clock.tick)
+            # an extent that is still spare could not be cut: no other one could be
+            supply = Supply.NONE if self.spare else find_extent(oldest[1] if oldest else self.clock.tick)
             if supply is Supply.GROWING:
                 return None, Shortage.ALLOCATING
             if supply is Supply.NONE:
-                if oldest is None and is_full:
+                if oldest is None and self.spare:
                     return None, Shortage.STATE_FULL
                 if oldest is None:
                     return None, Shortage.ALL_LEASED if self.may_evict else Shortage.RECOVERING

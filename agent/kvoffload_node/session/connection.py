@@ -136,9 +136,8 @@ class Connection(asyncio.Protocol):
             if self._registry.is_first(self._pod, RefusalReason.MALFORMED):
                 log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)
-        except (
-            OSError
-        ) as error:  # of the state folder's disk, or of descriptors: nothing else is opened or written here
+        except OSError as error:
+            # of the state folder's disk, or of descriptors: nothing else is opened or written here
             log.error("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end("SystemError")
         except Exception:

@@ -91,9 +91,13 @@ class Recovery:
         session.said_writes.update(
             o for o in writes if (write := index.writes.get(o)) is not None and write.owner is engine
         )
-        if more:
-            return
-        self._check_pins(session, epoch, said)  # what it said first may have gone since
+        if not more:
+            self._check_pins(session, epoch, said)  # what it said first may have gone since
+            self._take_over(session)
+
+    def _take_over(self, session: Session) -> None:
+        """The process has said all: it leases and writes that, and nothing else of before."""
+        engine, index, said = session.engine, session.engine.tenant.index, session.said_pins
         for offset in said:
             revive(index, offset, self._nobody)
         old, session.holder = session.holder, {}

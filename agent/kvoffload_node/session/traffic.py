@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from kvoffload.errors import RefusalReason
 from kvoffload.protocol.messages import Report
 from kvoffload_node.index.slots import Namespace
-from kvoffload_node.index.tenant import Shortage
 from kvoffload_node.region.extents import HEADROOM_EXTENTS
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import Engine, Session
@@ -49,7 +48,6 @@ class Traffic:
         self.counters = Counters()
         self.paused = ""
         """Why nothing is served now, empty while it is."""
-        self._state_is_full = False
 
     def find(self, session: Session, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         """Offsets of the keys, -1 for a miss. `lease_found` must follow before anything else is handled."""
@@ -79,20 +77,19 @@ class Traffic:
         allowed = max(MIN_WRITES, self._region.capacity_bytes // slab.slot_bytes // MAX_WRITE_SHARE) - engine.num_writes
         if allowed <= 0:
             return [], RefusalReason.RATE.value
-        extents, journal = self._region.extents, tenant.index.journal
-        offsets, reason = tenant.index.reserve(
+        extents, index = self._region.extents, tenant.index
+        disk_was_full = index.is_disk_full
+        offsets, reason = index.reserve(
             slab,
             min(count, allowed),
             owner=engine,
             account=account,
             find_extent=lambda before: extents.find_extent(tenant, slab, account, before),
         )
-        if len(tenant.index.spare) < HEADROOM_EXTENTS:
+        if len(index.spare) < HEADROOM_EXTENTS:
             extents.wake()
-        if self._state_is_full != (reason == Shortage.STATE_FULL):
-            self._state_is_full = not self._state_is_full
-            if self._state_is_full:
-                log.error("the disk has no room for more records in %s: less is stored until it has", journal.path)
+        if index.is_disk_full and not disk_was_full:
+            log.error("the disk has no room for more records in %s: less is stored until it has", index.journal.path)
         return offsets, reason or (RefusalReason.RATE.value if len(offsets) < count else "")
 
     def published(self, engine: Engine, offsets: Sequence[int]) -> None:
