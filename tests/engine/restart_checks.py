@@ -18,8 +18,8 @@ def fill_the_pool(engine: ToyEngine, first: int) -> int:
 
 @check
 def a_restarted_daemon_has_what_was_stored_and_the_same_engine_stores_again(socket_path: str, control: Control) -> None:
-    """First, while the pool has room: a killed daemon forgets the order of uses, and in a full pool the first slots that
-    are reserved after it may be those of these keys."""
+    """First, while the pool has room: a killed daemon forgets the order of uses, and in a full pool the first slots
+    that are reserved after it may be those of these keys."""
     with ToyEngine(socket_path) as engine:
         keys, more = keys_of(*range(800, 804)), keys_of(*range(810, 814))
         for index in range(4):
