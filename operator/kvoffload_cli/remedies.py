@@ -17,4 +17,5 @@ SKIP_REMEDIES = {
     SkipReason.UNSUPPORTED_EXECUTOR: "start vLLM with --distributed-executor-backend mp",
     SkipReason.PYTHONPATH_FROM_REFERENCE: "write PYTHONPATH as a literal value instead of valueFrom or envFrom",
     SkipReason.NAME_CONFLICT: f"rename the pod's volume {keys.VOLUME_NAME}, or move its mount off {keys.MOUNT_PATH}",
+    SkipReason.POD_TOO_LARGE: "make the pod's annotations, environment or arguments smaller, then recreate the pod",
 }

@@ -11,7 +11,7 @@ _build_info.labels(version=__version__).set(1)
 
 injections_total = Counter(
     "kvoffload_operator_injections",
-    "Admission requests by result (injected, unchanged, skipped, error) and skip reason",
+    "Admission requests by result (injected, unchanged, skipped, error, invalid) and skip reason",
     ["result", "reason"],
     registry=registry,
 )

@@ -95,6 +95,8 @@ class SkipReason(StrEnum):
     """PYTHONPATH comes by valueFrom or envFrom and cannot be prefixed without knowing it."""
     NAME_CONFLICT = "NameConflict"
     """The pod has a volume or mount of our name or path already that is not ours."""
+    POD_TOO_LARGE = "PodTooLarge"
+    """With our part the pod would pass a limit of the API server's or of the kernel's."""
 
 
 class PredictedLayout(StrEnum):

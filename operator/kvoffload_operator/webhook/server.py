@@ -1,9 +1,9 @@
 """The admission server: an aiohttp application behind TLS. Runs in the webhook's Deployment, started by `__main__`.
 
 `/mutate-pods/N` (N is the replica that the API server calls) answers with `inject`'s patch, `/validate-pools` with
-`validate_pool_spec`'s verdict. Whatever is raised inside `/mutate-pods` ends as `allowed: true` without a patch, a
-counter and a log line: a bug must not deny a user's pod. Pools and namespaces are read through a small cache; an API
-server that does not answer in time counts as raised.
+`validate_pool_spec`'s verdict. Whatever is raised inside ends as `allowed: true` without a patch, a counter and a log
+line: a bug must not deny a user's pod. A body without a uid to answer ends as 400, a counter and a log line. Pools and
+namespaces are read through a small cache; an API server that does not answer in time counts as raised.
 """
 
 import asyncio
@@ -17,8 +17,9 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from kvoffload.api.keys import POOL_LABEL, WEBHOOK_REPLICA_ANNOTATION
+from kvoffload.api.keys import POOL_LABEL, WEBHOOK_REPLICA_ANNOTATION, SkipReason
 from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec
+from kvoffload.errors import KVOffloadError
 from kvoffload_operator import metrics
 from kvoffload_operator.kube import NAMESPACES, POOLS, KubeClient, Resource
 from kvoffload_operator.observe import describe_spec_error
@@ -102,13 +103,24 @@ class AdmissionServer:
 
         async def handler(request: web.Request) -> web.Response:
             with duration.time():
-                review = json.loads(await request.read())
-                answer = await decide(review["request"], **request.match_info)
+                try:
+                    asked = await read_review(request)
+                except InvalidReview as error:
+                    logger.warning("%s: a body from %s is no AdmissionReview: %.200s", name, request.remote, error)
+                    metrics.injections_total.labels(result="invalid", reason="").inc()
+                    return web.Response(status=400, text="needed: an AdmissionReview with a request and its uid\n")
+                try:
+                    answer = await decide(asked, **request.match_info)
+                except Exception as error:
+                    subject = f"{asked.get('namespace')}/{asked.get('name') or '(generated)'}"
+                    logger.error("%s: %.300s stays as it is: %.300s", name, subject, error, exc_info=error)
+                    metrics.injections_total.labels(result="error", reason=type(error).__name__).inc()
+                    answer = {"allowed": True}
             response = web.json_response(
                 {
                     "apiVersion": "admission.k8s.io/v1",
                     "kind": "AdmissionReview",
-                    "response": {"uid": review["request"]["uid"], **answer},
+                    "response": {"uid": asked["uid"], **answer},
                 }
             )
             if self.is_draining:
@@ -118,16 +130,14 @@ class AdmissionServer:
         return handler
 
     async def mutate(self, request: dict[str, Any], replica: str) -> dict[str, Any]:
-        """Response to a pod's creation; always allows it."""
-        try:
-            async with asyncio.timeout(DECISION_SECONDS):
-                outcome = await self._decide(request)
-        except Exception as error:
-            name = f"{request.get('namespace')}/{request.get('name') or '(generated)'}"
-            logger.error("pod %s stays as it is: %s", name, error, exc_info=error)
-            metrics.injections_total.labels(result="error", reason=type(error).__name__).inc()
-            return {"allowed": True}
+        """Response to a pod's creation; always allows it, or raises."""
+        async with asyncio.timeout(DECISION_SECONDS):
+            outcome = await self._decide(request)
         if outcome.skip_reason is not None:
+            if not outcome.operations and outcome.skip_reason is SkipReason.POD_TOO_LARGE:
+                # the pod itself cannot say it
+                name = f"{request.get('namespace')}/{request.get('name') or '(generated)'}"
+                logger.warning("pod %.300s stays as it is: %s", name, outcome.message)
             metrics.injections_total.labels(result="skipped", reason=str(outcome.skip_reason)).inc()
         else:
             result = "injected" if outcome.operations else "unchanged"
@@ -181,6 +191,24 @@ class AdmissionServer:
         if validation.errors:
             return _refusal("; ".join(map(str, validation.errors)))
         return {"allowed": True, "warnings": list(validation.warnings)}
+
+
+class InvalidReview(KVOffloadError):
+    """A body that nobody can be answered for."""
+
+
+async def read_review(request: web.Request) -> dict[str, Any]:
+    """The request of the AdmissionReview, which has a uid. Raises InvalidReview."""
+    try:
+        review = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise InvalidReview(f"it has more than {MAX_BODY_BYTES} bytes") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidReview(f"{type(error).__name__}: {error}") from error
+    asked = review.get("request") if isinstance(review, dict) else None
+    if not isinstance(asked, dict) or not isinstance(asked.get("uid"), str):
+        raise InvalidReview("it has no request with a uid")
+    return asked
 
 
 def mark_replica(replica: str) -> tuple[Operation, ...]:

@@ -14,9 +14,11 @@ from kvoffload.api.keys import (
     MOUNT_PATH,
     REPLICATED_LAYOUT_ANNOTATION,
     SKIP_REASON_ANNOTATION,
+    WEBHOOK_REPLICA_ANNOTATION,
+    WEIGHTS_ID_ANNOTATION,
     SkipReason,
 )
-from kvoffload_operator.webhook.injection import Outcome, PoolFacts, inject
+from kvoffload_operator.webhook.injection import MAX_ANNOTATION_BYTES, Outcome, PoolFacts, inject
 from operator_builders import pod_manifest, spec_of
 
 DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
@@ -281,6 +283,21 @@ def test_a_pod_bound_to_a_node_gets_no_affinity() -> None:
             facts(),
             SkipReason.NAME_CONFLICT,
         ),
+        (
+            pod_manifest(command=DEEPSEEK, container={"volumeDevices": [{"name": "x", "devicePath": MOUNT_PATH}]}),
+            facts(),
+            SkipReason.NAME_CONFLICT,
+        ),
+        (
+            pod_manifest(command=DEEPSEEK, annotations={"a": "x" * ((256 << 10) - 100)}),
+            facts(),
+            SkipReason.POD_TOO_LARGE,
+        ),
+        (
+            pod_manifest(command=DEEPSEEK, annotations={WEIGHTS_ID_ANNOTATION: "x" * (128 << 10)}),
+            facts(),
+            SkipReason.POD_TOO_LARGE,
+        ),
     ],
 )
 def test_case_25_a_pod_that_is_left_alone_differs_by_its_reason_only(
@@ -294,6 +311,33 @@ def test_case_25_a_pod_that_is_left_alone_differs_by_its_reason_only(
     assert after["metadata"]["annotations"][SKIP_REASON_ANNOTATION] == reason
     assert INJECTED_ANNOTATION not in after["metadata"]["annotations"]
     assert inject(after, given).operations == (), "reinvocation changes nothing"
+
+
+def annotation_bytes(pod: dict[str, Any]) -> int:
+    return sum(len(key.encode()) + len(value.encode()) for key, value in pod["metadata"]["annotations"].items())
+
+
+@pytest.mark.parametrize("given", [facts(), facts(mode="Observe"), facts(mode="Paused")], ids=["", "observe", "paused"])
+def test_annotations_never_pass_what_the_api_server_takes(given: PoolFacts) -> None:
+    seen = set()
+    for free_bytes in range(0, 400, 7):  # of three-byte characters
+        value = "\u20ac" * ((MAX_ANNOTATION_BYTES - 1 - free_bytes) // 3)
+        pod = pod_manifest(command=DEEPSEEK, annotations={"a": value})
+        outcome = inject(pod, given)
+        seen.add((outcome.skip_reason, bool(outcome.operations)))
+        # the mark of the second replica comes on top
+        replica = len(WEBHOOK_REPLICA_ANNOTATION) + 1 if outcome.operations else 0
+        assert annotation_bytes(apply_patch(pod, outcome)) + replica <= MAX_ANNOTATION_BYTES
+    assert (inject(pod_manifest(command=DEEPSEEK), given).skip_reason, True) in seen
+    assert any(not patched for _, patched in seen)
+
+
+def test_a_pod_that_etcd_may_refuse_with_our_part_gets_none() -> None:
+    filler = [{"name": f"V{number}", "value": "x" * 10_000} for number in range(100)]
+    fits = pod_manifest(command=DEEPSEEK, container={"env": filler})
+    assert inject(fits, facts()).skip_reason is None
+    outcome = inject(pod_manifest(command=DEEPSEEK, container={"env": filler + filler[:5]}), facts())
+    assert (outcome.skip_reason, outcome.operations) == (SkipReason.POD_TOO_LARGE, ())
 
 
 def test_case_25_a_pool_that_does_not_exist_leaves_the_pod_alone() -> None:

@@ -1,6 +1,7 @@
 """The admission server over HTTP: what it answers, and that nothing inside it denies a pod (case 25)."""
 
 import base64
+import io
 import json
 from typing import Any
 
@@ -90,6 +91,63 @@ async def test_whatever_is_raised_inside_allows_the_pod_unpatched_and_is_counted
 async def test_a_pod_that_is_no_pod_is_allowed_too(pod: Any) -> None:
     response = await post(Reader(main=pool_manifest()), "/mutate-pods/0", review(pod))
     assert response["allowed"] is True
+
+
+@pytest.mark.parametrize("path", ["/mutate-pods/0", "/validate-pools"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no json",
+        b"\xff",
+        b"[" * 100_000,
+        b"7" * 5000,
+        b"null",
+        b"[]",
+        b'{"request": null}',
+        b'{"request": {"uid": 7}}',
+        b'{"request": {"uid": "u-1", "filler": "' + b"x" * server_module.MAX_BODY_BYTES + b'"}}',
+    ],
+    ids=["empty", "text", "bytes", "deep", "long number", "null", "list", "no request", "no uid", "too large"],
+)
+async def test_a_body_that_nobody_can_be_answered_for_is_refused_counted_and_said_in_one_line(
+    path: str, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    admission = AdmissionServer(Reader(), operator_namespace="kvoffload-system")  # type: ignore[arg-type]
+    before = count("invalid")
+    async with TestClient(TestServer(admission.build_app())) as client:
+        answer = await client.post(path, data=io.BytesIO(body))
+    assert answer.status == 400
+    assert count("invalid") == before + 1
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert len(record.getMessage()) < 400
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"object": None}, {"object": []}, {"object": {"spec": []}}, {"name": "x" * 9999}]
+)
+@pytest.mark.parametrize("path", ["/mutate-pods/0", "/validate-pools"])
+async def test_whatever_has_a_uid_is_answered(
+    path: str, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    response = await post(Reader(main=pool_manifest()), path, {"request": {"uid": "u-1", **given}})
+    assert "patch" not in response
+    assert response["allowed"] is True or response["status"]["code"] == 422
+    assert all(len(record.getMessage()) < 1000 for record in caplog.records)
+
+
+async def test_a_pod_without_room_for_the_reason_is_allowed_warned_of_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = count("skipped", "PodTooLarge")
+    pod = pod_manifest(command=DEEPSEEK, annotations={"a": "x" * ((256 << 10) - 1)})
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods/0", review(pod))
+    assert response["allowed"] is True
+    assert "patch" not in response
+    assert "PodTooLarge" in response["warnings"][0]
+    assert count("skipped", "PodTooLarge") == before + 1
+    assert "the API server takes 262144" in caplog.text
 
 
 async def test_a_bug_in_the_injection_itself_allows_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
