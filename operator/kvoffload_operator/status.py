@@ -93,6 +93,7 @@ def build_pool_status(
     nodes: Sequence[NodePlan],
     regions: Mapping[str, KVOffloadRegion],
     no_match: PoolViolation | None,
+    name_taken: PoolViolation | None,
     shortage: PoolViolation | None,
     degradations: Sequence[PoolViolation],
     injection: InjectionHealth,
@@ -115,7 +116,10 @@ def build_pool_status(
         observed_generation=pool.generation,
         conditions=[
             condition(PoolCondition.READY, *_ready(spec, nodes, counts, no_match)),
-            condition(PoolCondition.REGIONS_PROVISIONED, *_provisioned(spec, nodes, counts, no_match, rollout_message)),
+            condition(
+                PoolCondition.REGIONS_PROVISIONED,
+                *_provisioned(spec, nodes, counts, name_taken or no_match, rollout_message),
+            ),
             condition(PoolCondition.HUGEPAGES_AVAILABLE, *_pages(spec, nodes, counts, shortage, no_match)),
             condition(
                 PoolCondition.INJECTION_READY,
@@ -199,11 +203,11 @@ def _provisioned(
     spec: KVOffloadPoolSpec,
     nodes: Sequence[NodePlan],
     counts: NodeCounts,
-    no_match: PoolViolation | None,
+    obstacle: PoolViolation | None,
     rollout_message: str,
 ) -> Verdict:
-    if no_match is not None:
-        return "False", no_match.reason, no_match.message
+    if obstacle is not None:
+        return "False", obstacle.reason, obstacle.message
     if spec.mode is Mode.OBSERVE:
         return "False", PoolReason.OBSERVING, "mode is Observe: no region or daemon is made"
     fit = counts.matching - counts.short_of_pages

@@ -96,6 +96,7 @@ class PoolReason(StrEnum):
     CRD_OUTDATED = "CRDOutdated"
     ROLLOUT_IN_PROGRESS = "RolloutInProgress"
     FALLBACK_IN_USE = "FallbackInUse"
+    DAEMONSET_NAME_TAKEN = "DaemonSetNameTaken"
 
 
 class RegionCondition(StrEnum):

@@ -67,6 +67,17 @@ def overlaps_another(
     )
 
 
+def daemonset_name_is_taken(daemonset: str, namespace: str, conflict: str) -> PoolViolation | None:
+    """The API server refused our first apply because somebody else's DaemonSet has the name; `conflict` says whose."""
+    if not conflict:
+        return None
+    return PoolViolation(
+        PoolReason.DAEMONSET_NAME_TAKEN,
+        f"DaemonSet {namespace}/{daemonset} is there and not this pool's: it is left as it is, and no daemon runs. "
+        f"Delete or rename it, or give the pool another name ({conflict})",
+    )
+
+
 def crd_is_outdated(pool: ObservedPool) -> PoolViolation | None:
     """The API server stored none of the fields that it should have defaulted: its CRD is older than this operator."""
     expected = {

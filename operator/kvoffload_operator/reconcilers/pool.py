@@ -6,7 +6,7 @@ their node's label is taken away; the DaemonSet is applied before nodes are labe
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +34,7 @@ from kvoffload_operator.policies.node import NodeFacts, NodeState
 from kvoffload_operator.policies.pool import (
     PoolViolation,
     crd_is_outdated,
+    daemonset_name_is_taken,
     exceeds_every_node,
     matches_no_node,
     overlaps_another,
@@ -49,6 +50,7 @@ from kvoffload_operator.status import (
 from kvoffload_operator.webhook.validation import validate_pool_spec
 
 REQUEUE_PENDING_SECONDS = 5.0
+MAX_CONFLICT_MESSAGE = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,14 @@ class PoolFacts:
     regions: Mapping[str, KVOffloadRegion]
     """By node."""
     daemonset: ObservedDaemonSet | None
+    """Ours, by its label."""
     daemon_pods: Mapping[str, ObservedDaemonPod] | None
     """By node; None where the DaemonSet says that all are available, so that nobody asked."""
     injection: InjectionHealth
     now: datetime
     silence_seconds: float
+    name_conflict: str = ""
+    """Why this pass could not make the DaemonSet: another one has its name; empty if it could or did not try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
         nodes=node_plans,
         regions=facts.regions,
         no_match=matches_no_node(spec, matching, len(facts.nodes)),
+        name_taken=daemonset_name_is_taken(daemonset["metadata"]["name"], options.namespace, facts.name_conflict),
         shortage=exceeds_every_node(spec, matching),
         degradations=degradations + _fallback_in_use(spec.fallback),
         injection=facts.injection,
@@ -127,7 +133,7 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
     )
     unsettled = any(plan.state in (NodeState.PENDING, NodeState.NOT_REPORTING) for plan in node_plans)
     return PoolPlan(
-        daemonset=daemonset if may_create and not unchanged else None,
+        daemonset=daemonset if may_create and not unchanged and not facts.name_conflict else None,
         nodes=node_plans,
         regions_to_delete=tuple(
             (region.name, region.uid)
@@ -136,7 +142,7 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
         ),
         labels_to_remove=_stale_labels(observed.name, (node for node in facts.nodes if node.name not in names)),
         status=_if_changed(observed, status),
-        requeue_seconds=REQUEUE_PENDING_SECONDS if unsettled and may_create else None,
+        requeue_seconds=REQUEUE_PENDING_SECONDS if (unsettled and may_create) or facts.name_conflict else None,
     )
 
 
@@ -235,6 +241,10 @@ class PoolReconciler:
             return None
         facts = await self._observe(observed, now)
         plan = plan_pool(facts, self._options)
+        if plan.daemonset is not None:
+            conflict = await self._apply_daemonset(plan.daemonset, is_new=facts.daemonset is None)
+            if conflict:
+                plan = plan_pool(replace(facts, name_conflict=conflict), self._options)
         await self._apply(observed, plan)
         return plan.requeue_seconds
 
@@ -262,10 +272,24 @@ class PoolReconciler:
         pods = sorted((observe_daemon_pod(manifest) for manifest in manifests), key=lambda pod: pod.is_running)
         return {pod.node: pod for pod in pods}  # beside one that is ending, the running one counts
 
+    async def _apply_daemonset(self, manifest: Mapping[str, Any], *, is_new: bool) -> str:
+        """Returns the API server's words where another one has the name.
+
+        Only what was seen to be ours is applied by force. The first apply is not: of a DaemonSet that somebody else
+        made, selector and template have another owner, so that the API server refuses it.
+        """
+        try:
+            written = await self._kube.apply(
+                DAEMONSETS, manifest, field_manager=OPERATOR_FIELD_MANAGER, force=not is_new
+            )
+        except ApiServerError as error:
+            if is_new and error.is_conflict:
+                return str(error)[:MAX_CONFLICT_MESSAGE]
+            raise
+        self._view.update_daemonset(written)
+        return ""
+
     async def _apply(self, observed: ObservedPool, plan: PoolPlan) -> None:
-        if plan.daemonset is not None:
-            written = await self._kube.apply(DAEMONSETS, plan.daemonset, field_manager=OPERATOR_FIELD_MANAGER)
-            self._view.update_daemonset(written)
         for name, uid in plan.regions_to_delete:
             await self._kube.delete(REGIONS, name, uid=uid)
         for node, labels in plan.labels_to_remove.items():

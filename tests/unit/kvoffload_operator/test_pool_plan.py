@@ -7,13 +7,16 @@ import pytest
 
 from kvoffload.api.conditions import Condition, PoolReason, find
 from kvoffload.api.region import KVOffloadRegion
+from kvoffload_operator.events import EventRecorder
+from kvoffload_operator.kube import DAEMONSETS, ApiServerError, Resource
 from kvoffload_operator.observe import (
+    ClusterView,
     ObservedDaemonPod,
     ObservedDaemonSet,
     observe_node,
     observe_pool,
 )
-from kvoffload_operator.reconcilers.pool import PoolFacts, PoolPlan, all_daemons_available, plan_pool
+from kvoffload_operator.reconcilers.pool import PoolFacts, PoolPlan, PoolReconciler, all_daemons_available, plan_pool
 from kvoffload_operator.resources.daemonset import SPEC_HASH_ANNOTATION, build_daemonset
 from kvoffload_operator.resources.region import build_region, build_region_spec
 from kvoffload_operator.status import InjectionHealth, find_transitions
@@ -406,3 +409,51 @@ def test_the_daemonset_s_counts_are_believed_only_where_they_cover_every_labelle
 ) -> None:
     nodes = [observe_node(node_manifest(name, labels=RUN)) for name in ("a", "b")]
     assert all_daemons_available(given, [*nodes, observe_node(node_manifest("c"))]) is all_available
+
+
+class ApiServer:
+    """Somebody else's DaemonSet has the pool's name: refuses to take it over unless forced; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.is_taken = True
+        self.applied: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[dict[str, Any]] = []
+
+    async def apply(
+        self, resource: Resource, manifest: dict[str, Any], *, force: bool = True, **_: Any
+    ) -> dict[str, Any]:
+        if resource is DAEMONSETS and self.is_taken and not force:
+            raise ApiServerError(409, "Conflict", 'Apply failed with 1 conflict: conflict with "kubectl-create"')
+        self.applied.append((resource.plural, manifest))
+        return {**pool_manifest(), **manifest, "metadata": {"uid": "u", "generation": 1, **manifest["metadata"]}}
+
+    async def list_all(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return []
+
+    async def create(self, resource: Resource, manifest: dict[str, Any], namespace: str = "") -> dict[str, Any]:
+        self.events.append(manifest)
+        return manifest
+
+
+async def test_a_daemonset_that_somebody_else_made_is_left_alone_and_said_until_its_name_is_free() -> None:
+    server, view = ApiServer(), ClusterView()
+    view.update_pool(pool_manifest())
+    pools = PoolReconciler(
+        server,  # type: ignore[arg-type]
+        view,
+        options=OPTIONS,
+        recorder=EventRecorder(server, instance="test"),  # type: ignore[arg-type]
+        silence_seconds=90,
+        write_parallelism=1,
+    )
+    assert await pools.reconcile("main", NOW) is not None, "it comes back by itself"
+    ((kind, written),) = server.applied
+    assert kind == "kvoffloadpools"
+    (found,) = [one for one in written["status"]["conditions"] if one["type"] == "RegionsProvisioned"]
+    assert (found["status"], found["reason"]) == ("False", "DaemonSetNameTaken")
+    assert "DaemonSet kvoffload-system/kvoffload-main is there and not this pool's" in found["message"]
+    assert "Delete or rename it" in found["message"]
+    assert ("DaemonSetNameTaken", "Warning") in [(one["reason"], one["type"]) for one in server.events]
+    server.is_taken = False
+    await pools.reconcile("main", NOW)
+    assert [kind for kind, _ in server.applied] == ["kvoffloadpools", "daemonsets", "kvoffloadpools"]
