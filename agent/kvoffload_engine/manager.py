@@ -28,7 +28,8 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvoffload.protocol.messages import MAX_RANKS, Hello
+from kvoffload.layout.rows import MAX_RANKS
+from kvoffload.protocol.messages import Hello
 from kvoffload_engine.budget import DEFAULT_STEP_SECONDS
 from kvoffload_engine.link import Answer, DaemonLink, Held, pack
 from kvoffload_engine.log import logger

@@ -1,11 +1,17 @@
 """`kubectl kvoffload plan`: what a pool would hold of a model, and the commands that reserve it. Needs no cluster."""
 
+import json
+import re
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+import yaml
+from pydantic import ValidationError
 from rich.console import Console
 
+from kvoffload.api.pool import MAX_POOL_NAME_LENGTH, POOL_NAME_PATTERN, KVOffloadPool
+from kvoffload.errors import InvalidSpec
 from kvoffload.layout.model_bytes import AttentionKind, read_shape
 from kvoffload.units import format_bytes, parse_quantity
 from kvoffload_cli.models import read_config
@@ -20,9 +26,12 @@ from kvoffload_cli.sizing import (
     parse_quota,
     plan_sizing,
 )
+from kvoffload_operator.observe import describe_spec_error
+from kvoffload_operator.webhook.validation import validate_pool_spec
 
 MLA_BLOCK_TOKENS, BLOCK_TOKENS = 64, 16
 """vLLM's usual block sizes on CUDA: 64 with an MLA backend, 16 otherwise. `--block-size` says otherwise."""
+YAML_WORDS = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "null"])
 
 
 def command(
@@ -70,6 +79,7 @@ def command(
         page_name=page_size,
         quotas=[parse_quota(text) for text in quota or []],
     )
+    require_valid_pool(pool_manifest(plan, pool))
     console = make_console()
     if output is OutputFormat.JSON:
         print_json(console, as_document(plan, model=model, source=source, pool=pool))
@@ -202,7 +212,7 @@ def pool_manifest(plan: SizingPlan, pool: str) -> str:
         "apiVersion: kvoffload.io/v1alpha1",
         "kind: KVOffloadPool",
         "metadata:",
-        f"  name: {pool}",
+        f"  name: {_yaml_string(pool)}",
         "spec:",
         '  nodeSelector: {nvidia.com/gpu.present: "true"}',
         f"  capacity: {format_bytes(plan.capacity_bytes)}",
@@ -214,11 +224,35 @@ def pool_manifest(plan: SizingPlan, pool: str) -> str:
         lines.append("  quotas:")
     for quota in plan.quotas:
         lines += [
-            f"  - namespace: {quota.namespace}",
+            f"  - namespace: {_yaml_string(quota.namespace)}",
             f"    guaranteed: {format_bytes(quota.guaranteed_bytes)}",
             f"    limit: {format_bytes(quota.limit_bytes)}",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _yaml_string(text: str) -> str:
+    """Plain where every YAML reader takes it for a string; a namespace may well be `123`, `1e3` or `on`."""
+    is_plain = re.fullmatch(r"[a-z][-a-z0-9]*", text) and text not in YAML_WORDS
+    return text if is_plain else json.dumps(text)
+
+
+def require_valid_pool(manifest: str) -> None:
+    """Raises InvalidSpec with all that the API server would refuse the manifest for."""
+    document = yaml.safe_load(manifest)
+    errors = []
+    name = document["metadata"]["name"]
+    if len(name) > MAX_POOL_NAME_LENGTH or not re.fullmatch(POOL_NAME_PATTERN, name):
+        errors.append(
+            f"metadata.name: {name[:MAX_POOL_NAME_LENGTH]!r} ({len(name)} characters) is no DNS label of at most "
+            f"{MAX_POOL_NAME_LENGTH} characters (lower case, digits, -); give another --pool"
+        )
+    try:
+        errors += map(str, validate_pool_spec(KVOffloadPool.from_manifest(document).spec).errors)
+    except ValidationError as error:
+        errors.append(describe_spec_error(error))
+    if errors:
+        raise InvalidSpec(f"the API server would refuse this pool: {'; '.join(errors)}")
 
 
 def _layout_remark(plan: SizingPlan) -> list[str]:

@@ -19,7 +19,7 @@ from kvoffload.layout.gate import (
     decide_layout,
 )
 from kvoffload.layout.model_bytes import KVBytes, ModelShape, plan_kv_bytes
-from kvoffload.layout.rows import RankPart, Row, plan_row
+from kvoffload.layout.rows import MAX_RANKS, RankPart, Row, plan_row
 from kvoffload.units import format_bytes, nearest_multiples, parse_quantity
 
 GIB = 1 << 30
@@ -125,7 +125,7 @@ def default_capacity(node_memory_bytes: int, page_bytes: int) -> int:
 
 
 def plan_sizing(
-    engine: Engine, *, capacity_bytes: int, page_name: str, quotas: Sequence[tuple[str, int, int]] = ()
+    engine: Engine, *, capacity_bytes: int, page_name: str, quotas: Sequence[tuple[str, int, int | None]] = ()
 ) -> SizingPlan:
     """Plan the pool for one engine.
 
@@ -133,6 +133,12 @@ def plan_sizing(
         InvalidSpec: capacity no multiple of the page, a slot beyond an extent, a quota beyond the capacity, or sizes
             that no engine has.
     """
+    num_ranks = engine.tensor_parallel * engine.pipeline_parallel
+    if num_ranks > MAX_RANKS:
+        raise InvalidSpec(
+            f"--tp {engine.tensor_parallel} and --pp {engine.pipeline_parallel} make {num_ranks} ranks; the node "
+            f"daemon takes at most {MAX_RANKS} of an engine"
+        )
     page_bytes = PAGE_BYTES[page_name]
     below, above = nearest_multiples(capacity_bytes, page_bytes)
     if below != above or capacity_bytes == 0:
@@ -215,13 +221,13 @@ def is_conditional(verdict: LayoutVerdict) -> bool:
     return verdict.reason is LayoutReason.SHARED_HEADS
 
 
-def parse_quota(text: str) -> tuple[str, int, int]:
-    """`NAMESPACE=GUARANTEED[:LIMIT]` as (namespace, guaranteed bytes, limit bytes); without a limit, 0 for none."""
+def parse_quota(text: str) -> tuple[str, int, int | None]:
+    """`NAMESPACE=GUARANTEED[:LIMIT]` as (namespace, guaranteed bytes, limit bytes or None)."""
     namespace, found, amounts = text.partition("=")
-    guaranteed, _, limit = amounts.partition(":")
-    if not found or not namespace or not guaranteed:
+    guaranteed, has_limit, limit = amounts.partition(":")
+    if not found or not namespace or not guaranteed or (has_limit and not limit):
         raise InvalidSpec(f"quota {text!r} is not NAMESPACE=GUARANTEED[:LIMIT], such as team-a=64Gi:128Gi")
-    return namespace, parse_quantity(guaranteed), parse_quantity(limit) if limit else 0
+    return namespace, parse_quantity(guaranteed), parse_quantity(limit) if has_limit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +240,10 @@ class _Chunk:
         return min(num_bytes // self.num_bytes, self.num_that_fit) * self.num_tokens
 
 
-def _plan_quota(quota: tuple[str, int, int], *, capacity_bytes: int, chunk: _Chunk) -> QuotaPlan:
+def _plan_quota(quota: tuple[str, int, int | None], *, capacity_bytes: int, chunk: _Chunk) -> QuotaPlan:
     namespace, guaranteed, limit = quota
-    limit = limit or capacity_bytes
+    if limit is None:
+        limit = capacity_bytes
     if not guaranteed <= limit <= capacity_bytes:
         raise InvalidSpec(
             f"quota of {namespace}: guaranteed {format_bytes(guaranteed)}, limit {format_bytes(limit)}, capacity "

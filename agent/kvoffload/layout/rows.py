@@ -14,6 +14,8 @@ from dataclasses import dataclass
 ALIGNMENT_BYTES = 64
 """Slots and parts begin on a cache line, so that no two ranks ever write one line."""
 
+MAX_RANKS = 64
+"""Of one engine, all on one node: a registration says one, and a row lists a part of each."""
 REPLICATED_PART = "all"
 
 

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import msgspec
 
+from kvoffload.layout.rows import MAX_RANKS
+
 PROTOCOL_VERSION = 1
 """The version this code speaks; `Hello` carries the range that its sender can speak."""
 
@@ -22,7 +24,6 @@ MAX_HELLO_BYTES = 1 << 16
 MAX_KEYS = 8192
 """Keys in one message: a request of 131,072 tokens has 8,192 chunks of 16 tokens."""
 OFFSET_BYTES = 8
-MAX_RANKS = 64
 LEFT_ALONE_PREFIX = "without-"
 """Begins the `engine_id` of a scheduler whose engine runs without offload and only tells why: it has no ranks, gets no
 bytes, and does not count as an engine."""

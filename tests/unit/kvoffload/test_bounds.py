@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
+from kvoffload.layout.rows import MAX_RANKS
 from kvoffload.protocol.framing import pack_frame
 from kvoffload.protocol.messages import (
     MAX_HELLO_BYTES,
     MAX_KEYS,
-    MAX_RANKS,
     OFFSET_BYTES,
     Assign,
     Fail,

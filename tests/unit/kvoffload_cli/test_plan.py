@@ -106,6 +106,37 @@ def test_unknown_model_says_what_to_give() -> None:
         read_config("no/such-model", hub_cache=Path("/nonexistent"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quota", "a=1:0"], "needed guaranteed <= limit <= capacity"),
+        (["--quota", "a=3Gi", "--quota", "b=2Gi"], "spec.quotas: 5368709120 bytes are guaranteed in all"),
+        (["--quota", "a=1Gi", "--quota", "a=1Gi"], "spec.quotas[1].namespace: a has a quota already"),
+        (["--quota", f"{'n' * 64}=1Gi"], "spec.quotas.0.namespace: String should have at most 63 characters"),
+        (["--quota", "Team A: {=1Gi"], "spec.quotas.0.namespace: String should match pattern"),
+        ([f"--quota=n{number}=1Mi" for number in range(129)], "spec.quotas: List should have at most 128 items"),
+        (["--pool", "p" * 300], "(300 characters) is no DNS label of at most 40 characters"),
+        (["--pool", "a\n  labels: {b: c}"], "metadata.name"),
+        (["--pool", ""], "(0 characters) is no DNS label"),
+        (["--tp", "1000000"], "1000000 ranks; the node daemon takes at most 64 of an engine"),
+        (["--tp", "8", "--pp", "1000000"], "8000000 ranks"),
+    ],
+)
+def test_a_manifest_that_the_api_server_would_refuse_is_not_printed(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--model", "deepseek-ai/DeepSeek-V3", "--capacity", "4Gi", *arguments])
+    assert isinstance(result.exception, InvalidSpec), result.output
+    assert message in str(result.exception)
+    assert len(str(result.exception)) < 600
+    assert result.stdout == ""
+
+
+def test_names_that_yaml_would_take_for_something_else_are_quoted() -> None:
+    text = run_plan(*GOLDEN_PLANS["plan-deepseek-v3"], "--pool", "123", "--quota=on=1Gi", "--quota=1e3=1Gi")
+    assert 'name: "123"' in text
+    assert 'namespace: "on"' in text
+    assert 'namespace: "1e3"' in text
+
+
 def test_neither_capacity_nor_memory_is_refused() -> None:
     result = CliRunner().invoke(app, ["plan", "--model", "deepseek-ai/DeepSeek-V3"])
     assert result.exit_code == 2
@@ -160,7 +191,7 @@ def test_a_quarter_of_the_node_is_left_to_vllm_and_never_less_than_16_gib() -> N
         default_capacity(16 * GIB, 2 << 20)
 
 
-@pytest.mark.parametrize("text", ["team-a", "=4Gi", "team-a=", "team-a=:4Gi"])
+@pytest.mark.parametrize("text", ["team-a", "=4Gi", "team-a=", "team-a=:4Gi", "team-a=4Gi:"])
 def test_malformed_quota_shows_the_form(text: str) -> None:
     with pytest.raises(InvalidSpec, match="NAMESPACE=GUARANTEED"):
         parse_quota(text)
@@ -172,5 +203,5 @@ def test_quota_above_capacity_is_refused() -> None:
             Engine(shape=DEEPSEEK_V3, tensor_parallel=1),
             capacity_bytes=64 * GIB,
             page_name="2Mi",
-            quotas=[("a", 65 * GIB, 0)],
+            quotas=[("a", 65 * GIB, None)],
         )
