@@ -30,10 +30,11 @@ def step_seconds_from(environment: Mapping[str, str]) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not math.isnan(seconds):
-        return min(MAX_STEP_SECONDS, max(0.0, seconds))
-    logger.warning("kvoffload: %s is %r, needed a number: %g s are used", DEADLINE_VARIABLE, text, DEFAULT_STEP_SECONDS)
-    return DEFAULT_STEP_SECONDS
+    used = DEFAULT_STEP_SECONDS if math.isnan(seconds) else min(MAX_STEP_SECONDS, max(0.0, seconds))
+    if used != seconds:
+        needed = f"a number from 0 to {MAX_STEP_SECONDS:g}"
+        logger.warning("kvoffload: %s is %.100r, needed %s: %g s are used", DEADLINE_VARIABLE, text, needed, used)
+    return used
 
 
 class StepBudget:

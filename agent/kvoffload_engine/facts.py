@@ -15,7 +15,7 @@ from kvoffload.layout.fingerprint import Fingerprint
 from kvoffload.layout.gate import GateFacts, LayerFacts, LayoutVerdict, decide_layout
 from kvoffload.layout.pages import PartLayout, build_part_layout
 from kvoffload_engine import compat
-from kvoffload_engine.environment import CHECKSUM_VARIABLE, REPLICATED_LAYOUT_VARIABLE
+from kvoffload_engine.environment import CHECKSUM_VARIABLE, is_replication_allowed
 from kvoffload_engine.identity import collect_identity
 from kvoffload_engine.log import logger
 from kvoffload_engine.transfer.checksums import MODES
@@ -60,7 +60,7 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
             num_nodes=compat.num_nodes(parallel),
             executor=compat.executor_name(parallel),
             kv_tp_replicas=compat.kv_tp_replicas(kv_cache_config),
-            replication_allowed=os.environ.get(REPLICATED_LAYOUT_VARIABLE, "auto") != "per-rank",
+            replication_allowed=is_replication_allowed(os.environ),
         )
     )
     identity = collect_identity(

@@ -20,8 +20,12 @@ from kvoffload_engine.environment import DEADLINE_VARIABLE
         ("inf", MAX_STEP_SECONDS),
     ],
 )
-def test_the_users_deadline_is_taken_within_bounds(text: str | None, seconds: float) -> None:
+def test_the_users_deadline_is_taken_within_bounds_and_another_is_said(
+    text: str | None, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
     assert step_seconds_from({} if text is None else {DEADLINE_VARIABLE: text}) == seconds
+    is_said = f"needed a number from 0 to 1: {seconds:g} s are used" in caplog.text
+    assert is_said == (text not in (None, "0.05"))
 
 
 class Daemon:
