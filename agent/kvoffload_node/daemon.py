@@ -9,6 +9,7 @@ Runs as `python -m kvoffload_node daemon`, one for each pool and node.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -89,9 +90,12 @@ class Daemon:
         """Whether the API server has answered since the start."""
         self._region_problem: Problem | None = None
         self._pages_problem: Problem | None = None
+        self._state_problems: dict[str, str] = {}
+        """What could not be written into the state folder while the daemon serves, and why."""
 
     async def run(self) -> None:
-        """Serve until told to stop or the region is deleted. Raises RegionUnusable if another daemon runs here."""
+        """Serve until told to stop or the region is deleted. Raises RegionUnusable if another daemon runs here,
+        or the state folder cannot be locked."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
@@ -212,13 +216,36 @@ class Daemon:
         if spec == self._spec:
             return
         self._spec = spec
-        manifest = {"metadata": {"uid": self._uid}, "spec": spec.model_dump(mode="json", by_alias=True)}
-        new = self._last_region.with_suffix(".new")
-        new.write_text(json.dumps(manifest))
-        new.rename(self._last_region)
+        self._keep_spec()
         if self.running is not None:
             self.running.registry.take_spec(spec)
         self._spec_changed.set()
+
+    def _keep_spec(self) -> None:
+        """Write the spec down for the next start, now or as soon as the state folder takes it."""
+        assert self._spec is not None
+        manifest = {"metadata": {"uid": self._uid}, "spec": self._spec.model_dump(mode="json", by_alias=True)}
+        new = self._last_region.with_suffix(".new")
+        try:
+            new.write_text(json.dumps(manifest))
+            new.replace(self._last_region)
+        except OSError as error:
+            self._note_state("the last spec", error)
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._keep_spec)
+        else:
+            self._note_state("the last spec", None)
+
+    def _note_state(self, what: str, error: OSError | None) -> None:
+        """Say once what the state folder does not take, and once that it does again."""
+        message = f"{what} cannot be written: {explain_os_error(error, self.settings.state)}" if error else ""
+        if message == self._state_problems.get(what, ""):
+            return
+        if message:
+            self._state_problems[what] = message
+            log.warning("%s; engines are served", message)
+        else:
+            del self._state_problems[what]
+            log.info("%s is written again", what)
 
     def _read_last_region(self) -> None:
         """Serve what was served last, before the API server is asked."""
@@ -227,7 +254,7 @@ class Daemon:
             self._uid, spec = manifest["metadata"]["uid"], KVOffloadRegionSpec.model_validate(manifest["spec"])
         except FileNotFoundError:
             return
-        except (ValidationError, ValueError, KeyError, TypeError) as error:
+        except (ValidationError, ValueError, KeyError, TypeError, OSError) as error:
             log.warning("%s cannot be read, waiting for the API server: %s", self._last_region, error)
             return
         self._take_spec(spec)
@@ -260,6 +287,13 @@ class Daemon:
             group.create_task(self._reserve(self.running.region))
 
     def _open(self) -> Running:
+        """Raises RegionUnusable, also for whatever the mount and the state folder refuse."""
+        try:
+            return self._open_region()
+        except OSError as error:
+            raise RegionUnusable(explain_os_error(error, self.settings.state)) from error
+
+    def _open_region(self) -> Running:
         assert self._spec is not None
         holder: list[Registry] = []
         region = Region(
@@ -276,8 +310,8 @@ class Daemon:
                 attachments=Attachments(self.settings.state / "attachments"),
                 quarantine_seconds=self.settings.quarantine_seconds,
             )
-        except RegionUnusable:
-            region.close()
+        except BaseException:
+            region.abandon()
             raise
         holder.append(registry)
         return Running(region, registry, Server(registry, self.settings.handoff_socket))
@@ -310,7 +344,12 @@ class Daemon:
     async def _sweep(self, registry: Registry) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            registry.sweep()
+            try:
+                registry.sweep()
+            except OSError as error:  # what it did not get to is for the next one
+                self._note_state("what ended engines leave", error)
+            else:
+                self._note_state("what ended engines leave", None)
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
@@ -335,6 +374,7 @@ class Daemon:
                 is_stopping=self.stopping.is_set(),
                 has_attacher=bool(self.running and self.running.server.attachers),
                 needs_attacher=self.settings.region_file is None,
+                state_problem="; ".join(self._state_problems.values()),
             ),
             self.paths,
         )
@@ -405,6 +445,12 @@ class Daemon:
                 await self._give_back_pages(self.running)
             self.running.registry.close()
             self.running.region.close()
+        try:
+            self._leave_files(keep=keep)
+        except OSError as error:
+            log.error("some files are left: %s", explain_os_error(error, self.settings.state))
+
+    def _leave_files(self, *, keep: bool) -> None:
         if not keep:
             remove_region(region_folder(self.settings.hugepages, self.settings.pool), self.settings.state)
         elif self._deleted:
@@ -432,11 +478,28 @@ class Daemon:
 
 def _lock_folder(folder: Path) -> int:
     """One daemon for one state folder. Raises RegionUnusable."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RegionUnusable(explain_os_error(error, folder)) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise RegionUnusable(f"another daemon runs on {folder}; one daemon serves a pool on a node") from error
     return descriptor
+
+
+def explain_os_error(error: OSError, folder: Path) -> str:
+    """Path, cause and remedy; `folder` is where it was where the kernel does not name the path (writes)."""
+    path = error.filename2 or error.filename or folder
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "make room on that disk"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "let the daemon write there"
+    elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP):
+        remedy = "it is not the daemon's: remove it on the node, the daemon makes its own"
+    else:
+        remedy = "see the node's disk and its kernel log"
+    return f"{path}: {os.strerror(error.errno) if error.errno else error}; {remedy}"

@@ -47,6 +47,8 @@ class Situation:
     has_attacher: bool
     needs_attacher: bool
     """False where pods are handed over by a test."""
+    state_problem: str = ""
+    """What a region that serves could not write down for the next start; empty if nothing."""
 
 
 def build_findings(situation: Situation, paths: HostPaths) -> list[Finding]:
@@ -107,6 +109,8 @@ def _build_degraded(situation: Situation) -> Finding:
             "blocks, restart those pods if they do not"
         )
         return Finding(kind, True, RegionReason.SHRINK_WAITS, message)
+    if situation.state_problem:
+        return Finding(kind, True, RegionReason.REGION_UNUSABLE, situation.state_problem)
     if region is not None and situation.needs_attacher and not situation.has_attacher:
         message = "the attacher is not connected: no new pod attaches"
         return Finding(kind, True, RegionReason.ATTACHER_MISSING, message)

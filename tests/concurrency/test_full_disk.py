@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from byte_engine import key_of
-from daemon_process import connect, wait_until
+from daemon_process import DaemonProcess, connect, wait_until
 from kvoffload.errors import KVOffloadError
-from small_pool import attach, fill, hello, hits, start
+from small_pool import CAPACITY_BYTES, attach, fill, hello, hits, start
 
 pytestmark = pytest.mark.hugepages
 """Mounting needs root, as huge pages do."""
@@ -59,3 +59,25 @@ def test_a_full_disk_ends_no_daemon(folder: Path, small_disk: Path) -> None:
         fill(other, 8, salt=3)
         for one in (engine, other):
             one.close()
+
+
+def test_a_disk_that_is_full_before_the_first_start_is_said_and_waited_for(folder: Path, small_disk: Path) -> None:
+    daemon = DaemonProcess(folder, capacity_bytes=CAPACITY_BYTES, from_api=True)
+    assert daemon.api is not None
+    daemon.api.make_region("first")
+    daemon.api.start()
+    junk = use_up(small_disk)
+    with daemon:
+
+        def is_reported() -> bool:
+            return any("make room on that disk" in str(status) for status in daemon.api.statuses)
+
+        wait_until(is_reported, 60)
+        assert "Traceback" not in daemon.log
+        junk.unlink()
+        engine = attach(daemon.attach("pod"), "engine")
+        fill(engine, 8, salt=1)
+        engine.close()
+        wait_until((small_disk / "region.json").exists)
+        daemon.kill()
+    daemon.api.stop()

@@ -104,8 +104,12 @@ class Region:
         for namespace in self.catalog.accounts or ["-"]:
             self._add_account(namespace)
         self.catalog.accounts = [account.namespace for account in self.accounts]
-        self._adopt()
-        self._save()
+        try:
+            self._adopt()
+            self._save()
+        except BaseException:
+            self.abandon()
+            raise
 
     def _lost_epoch(self) -> int:
         """Where files are left and the catalog is not, engines may live that know its epochs: none is used again."""
@@ -268,7 +272,15 @@ class Region:
     def close(self) -> None:
         """Close everything; files stay for a successor, or for `leftovers.remove_region`."""
         for tenant in self.extents.tenants.values():
-            write_order(tenant.index.journal.path, tenant.index.ready, self.clock.tick)
+            try:
+                write_order(tenant.index.journal.path, tenant.index.ready, self.clock.tick)
+            except OSError as error:
+                log.warning("the order of uses of %s is lost: %s", tenant.index.journal.path, error)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close everything as it was found: a region that could not be opened whole."""
+        for tenant in self.extents.tenants.values():
             tenant.index.journal.close()
             tenant.file.close()
         self._reservation.close()
@@ -287,10 +299,10 @@ class Region:
             tenant.positions = set(tenant.index.journal.read_extents())
             if tenant.file.allocated_bytes < len(tenant.positions) * self.extent_bytes:
                 log.error("%s has lost pages, somebody has cut it: its tenant begins anew", path)
+                del self.extents.tenants[entry.name]
                 for thing in (tenant.file, tenant.index.journal):
                     thing.close()
                     thing.unlink()
-                del self.extents.tenants[entry.name]
                 continue
             for namespace in self.catalog.namespaces:
                 if namespace.tenant == entry.number:
@@ -326,7 +338,12 @@ class Region:
             extent_bytes=self.extent_bytes,
         )
         index = TenantIndex(entry.number, extent_bytes=self.extent_bytes, clock=self.clock, journal=journal)
-        tenant = Tenant(entry.name, entry.number, index, RegionFile(self._region_path(entry.name), self.span_bytes))
+        try:
+            file = RegionFile(self._region_path(entry.name), self.span_bytes)
+        except BaseException:
+            journal.close()
+            raise
+        tenant = Tenant(entry.name, entry.number, index, file)
         self.extents.tenants[entry.name] = tenant
         return tenant
 

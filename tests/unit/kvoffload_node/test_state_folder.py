@@ -1,0 +1,136 @@
+"""A state folder that is not the daemon's alone, or takes no more: said with path, cause, remedy, and tried again."""
+
+import asyncio
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.api.pool import Fallback, Sharing
+from kvoffload.api.region import KVOffloadRegionSpec
+from kvoffload.errors import RegionUnusable
+from kvoffload_node import daemon as daemon_module
+from kvoffload_node.daemon import Daemon, explain_os_error
+from kvoffload_node.settings import NodeSettings
+
+MOUNT = Path("/dev/shm")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    pool = f"test-{uuid.uuid4().hex[:12]}"
+    daemon = Daemon(
+        NodeSettings(pool=pool, node_name="n", state=tmp_path, hugepages=MOUNT, handoff=tmp_path, metrics_port=0)
+    )
+    daemon._spec = KVOffloadRegionSpec(
+        pool_name=pool,
+        node_name="n",
+        capacity_bytes=16 << 20,
+        page_size_bytes=2 << 20,
+        fallback=Fallback.SHARED_MEMORY,
+        sharing=Sharing.POOL,
+    )
+    yield daemon
+    shutil.rmtree(MOUNT / f"kvoffload-{pool}", ignore_errors=True)
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "somebody's").write_text("")
+
+
+def put_file(path: Path) -> None:
+    path.write_text("somebody's")
+
+
+@pytest.mark.parametrize(
+    ("name", "put"),
+    [
+        ("catalog", put_folder),
+        ("catalog.new", put_folder),
+        ("attachments", put_file),
+        ("tenant-{digest}.journal", put_folder),
+        ("tenant-{digest}.order", put_folder),
+    ],
+)
+def test_what_is_in_the_way_is_named_and_once_it_is_gone_the_region_opens(
+    daemon: Daemon, tmp_path: Path, name: str, put: Callable[[Path], None]
+) -> None:
+    before = daemon._open()
+    before.region.tenant_for("team", "uid")
+    (journal,) = tmp_path.glob("tenant-*.journal")
+    before.registry.close()
+    before.region.close()
+    obstacle = tmp_path / name.format(digest=journal.stem.removeprefix("tenant-"))
+    if obstacle.is_dir():
+        shutil.rmtree(obstacle)
+    obstacle.unlink(missing_ok=True)
+    put(obstacle)
+    num_descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(RegionUnusable, match="remove it on the node") as raised:
+            daemon._open()
+        assert str(raised.value).startswith(f"{obstacle}: ")
+        raised.value.__traceback__ = None
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_descriptors
+    if obstacle.is_dir():
+        shutil.rmtree(obstacle)
+    obstacle.unlink(missing_ok=True)
+    running = daemon._open()
+    running.registry.close()
+    running.region.close()
+
+
+@pytest.mark.parametrize("name", ["region.json", "region.new"])
+async def test_a_spec_that_cannot_be_kept_is_taken_said_and_kept_later(
+    daemon: Daemon, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(daemon_module, "RETRY_SECONDS", 0.01)
+    spec, daemon._spec = daemon._spec, None
+    assert spec is not None
+    obstacle = tmp_path / name
+    put_folder(obstacle)
+    daemon._read_last_region()
+    daemon._take_spec(spec)
+    assert daemon._spec_changed.is_set(), "the region is opened all the same"
+    assert f"the last spec cannot be written: {obstacle}" in caplog.text
+    degraded = daemon.findings()[-1]
+    assert (degraded.holds, degraded.reason) == (True, "RegionUnusable")
+    assert str(obstacle) in degraded.message
+    shutil.rmtree(obstacle)
+    async with asyncio.timeout(10):
+        while not (tmp_path / "region.json").exists():  # noqa: ASYNC110 - a file sets no event
+            await asyncio.sleep(0.01)
+    assert not daemon.findings()[-1].holds
+    assert caplog.text.count("cannot be written") == 1
+
+
+def put_file_instead(folder: Path) -> None:
+    folder.rmdir()
+    put_file(folder)
+
+
+@pytest.mark.parametrize(("name", "put"), [("daemon.lock", put_folder), ("", put_file_instead)])
+async def test_a_state_folder_that_cannot_be_locked_is_one_message(
+    daemon: Daemon, tmp_path: Path, name: str, put: Callable[[Path], None]
+) -> None:
+    put(tmp_path / name)
+    with pytest.raises(RegionUnusable, match="remove it on the node") as raised:
+        await daemon.run()
+    assert str(raised.value).startswith(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room on that disk"),
+        (errno.EROFS, "let the daemon write there"),
+        (errno.EIO, "see the node's disk and its kernel log"),
+    ],
+)
+def test_every_cause_has_its_remedy(number: int, remedy: str, tmp_path: Path) -> None:
+    assert explain_os_error(OSError(number, "x"), tmp_path) == f"{tmp_path}: {os.strerror(number)}; {remedy}"
