@@ -18,7 +18,8 @@ help: ## print this list
 # ---------------------------------------------------------------- set-up, by itself when needed
 $(KVOFFLOAD_CACHE)/uv/bin/uv:
 	python3 -m venv $(KVOFFLOAD_CACHE)/uv || \
-	    { apt-get update -qq && apt-get install -qq -y python3-venv && python3 -m venv --clear $(KVOFFLOAD_CACHE)/uv; }
+	    { [ $$(id -u) = 0 ] || { echo "python3-venv is missing: install it, or run this as root, or with sudo" >&2; exit 1; }; \
+	      apt-get update -qq && apt-get install -qq -y python3-venv && python3 -m venv --clear $(KVOFFLOAD_CACHE)/uv; }
 	$(KVOFFLOAD_CACHE)/uv/bin/pip install --quiet uv==$(UV_VERSION)
 
 $(SYNCED): pyproject.toml requirements/dev.txt $(UV)

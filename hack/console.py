@@ -4,6 +4,7 @@ Used by everything under `hack/`. A step that fails raises; `main_guard` turns t
 exit status, without a traceback for what the user can mend.
 """
 
+import os
 import signal
 import sys
 import time
@@ -19,6 +20,12 @@ class StepError(Exception):
         """Remember the reason and the log to point the user at."""
         super().__init__(reason)
         self.log = log
+
+
+def require_root(what: str) -> None:
+    """Raise StepError before anything is begun that only root can end; `what` names it and why."""
+    if os.geteuid() != 0:
+        raise StepError(f"{what}; run this as root, or with sudo")
 
 
 def say(message: str) -> None:

@@ -8,7 +8,6 @@ the kubelet is started again; pods keep running meanwhile.
 """
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,16 +21,17 @@ from hack.cluster.pki import ensure_pki
 from hack.cluster.programs import ensure_programs
 from hack.cluster.record import MachineRecord
 from hack.cluster.settings import PAUSE_IMAGE, ClusterSettings
-from hack.console import StepError, say, step, wait_until
+from hack.console import StepError, require_root, say, step, wait_until
 from hack.shell import is_successful, run
 
 CONTROL_PLANE = ("etcd", "apiserver", "controller-manager", "scheduler")
 NODE = ("containerd", "kubelet", "proxy")
+NEEDS_ROOT = "the local cluster needs root: network namespaces, mounts, cgroups and huge pages are made"
 
 
 def up(settings: ClusterSettings) -> None:
     """Make the cluster run; returns when its node is Ready."""
-    _require_root()
+    require_root(NEEDS_ROOT)
     with _locked(settings):
         settings.logs.mkdir(parents=True, exist_ok=True)
         build_log = settings.logs / "build.log"
@@ -76,7 +76,7 @@ def _start_all(settings: ClusterSettings, programs: list[Path]) -> None:
 
 def down(settings: ClusterSettings) -> None:
     """End every process of the cluster and give back what it changed on this machine; the logs stay."""
-    _require_root()
+    require_root(NEEDS_ROOT)
     with _locked(settings), step(f"Stopping the cluster {settings.name}"):
         record = MachineRecord.read(settings.run)
         processes.stop("kubelet", settings)
@@ -211,8 +211,3 @@ def _locked(settings: ClusterSettings) -> Iterator[None]:
             say("    waiting for another cluster command to end")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _require_root() -> None:
-    if os.geteuid() != 0:
-        raise StepError("the local cluster needs root: network namespaces, mounts, cgroups and huge pages are made")

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from hack.console import StepError, say, step
+from hack.console import StepError, require_root, say, step
 from hack.shell import run
 
 # program or file that shows that the package is there -> package
@@ -33,6 +33,7 @@ def ensure_packages(log: Path) -> None:
     missing = find_missing_packages()
     if not missing:
         return
+    require_root(f"Debian packages are missing ({', '.join(missing)})")
     if not shutil.which("apt-get"):
         raise StepError(f"these programs are missing and there is no apt-get to install them: {', '.join(missing)}")
     has_own_policy = POLICY.exists()

@@ -5,7 +5,7 @@ import argparse
 from hack.cache import cache_root
 from hack.cluster.packages import ensure_packages
 from hack.cluster.settings import ClusterSettings
-from hack.console import main_guard, say
+from hack.console import main_guard, require_root, say
 from hack.images.build import build_images, load_images
 
 
@@ -14,6 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hack.images", description=__doc__)
     parser.add_argument("--load", action="store_true", help="import the images into the running local cluster")
     options = parser.parse_args()
+    require_root("building images needs root: debootstrap and buildah change their root folder")
     settings = ClusterSettings.from_environment()
     log = cache_root() / "logs" / "images.log"
     ensure_packages(log)
