@@ -242,7 +242,7 @@ class Daemon:
             return
         if message:
             self._state_problems[what] = message
-            log.warning("%s; engines are served", message)
+            log.warning("%s", message)
         else:
             del self._state_problems[what]
             log.info("%s is written again", what)

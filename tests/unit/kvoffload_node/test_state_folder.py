@@ -109,6 +109,34 @@ async def test_a_spec_that_cannot_be_kept_is_taken_said_and_kept_later(
     assert caplog.text.count("cannot be written") == 1
 
 
+class FullDisk:
+    """A registry whose sweeps find the disk full three times."""
+
+    num_sweeps = 0
+
+    def __init__(self) -> None:
+        self.is_done = asyncio.Event()
+
+    def sweep(self) -> None:
+        self.num_sweeps += 1
+        if self.num_sweeps <= 3:
+            raise OSError(errno.ENOSPC, "full")
+        if self.num_sweeps > 4:
+            self.is_done.set()
+
+
+async def test_a_sweep_that_the_disk_refuses_is_said_once_and_comes_again(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(daemon_module, "SWEEP_SECONDS", 0.001)
+    registry = FullDisk()
+    sweeping = asyncio.create_task(daemon._sweep(registry))  # type: ignore[arg-type]
+    await asyncio.wait_for(registry.is_done.wait(), 10)
+    sweeping.cancel()
+    assert caplog.text.count("make room on that disk") == 1
+    assert not daemon.findings()[-1].holds
+
+
 def put_file_instead(folder: Path) -> None:
     folder.rmdir()
     put_file(folder)
