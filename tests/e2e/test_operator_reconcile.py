@@ -195,3 +195,34 @@ def test_a_capacity_that_changes_reaches_regions_at_once_and_pods_when_pages_are
     assert limit() in (str(64 << 20), "64Mi")
     report_regions(control_plane)  # the daemons have given pages back
     wait_until(lambda: limit() in (str(32 << 20), "32Mi"), "the pods' limit to follow")
+
+
+def test_a_daemonset_of_somebody_else_with_the_pool_s_name_is_left_as_it_is(
+    control_plane: ControlPlane, operator: OperatorProcess, make_pool: Callable[..., str]
+) -> None:
+    theirs = {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": "kvoffload-taken", "namespace": NAMESPACE},
+        "spec": {
+            "selector": {"matchLabels": {"app": "theirs"}},
+            "template": {
+                "metadata": {"labels": {"app": "theirs"}},
+                "spec": {"nodeSelector": {"nowhere": "yes"}, "containers": [{"name": "c", "image": "x"}]},
+            },
+        },
+    }
+    control_plane.apply(theirs)
+    try:
+        before = control_plane.get("daemonset", "kvoffload-taken", "-n", NAMESPACE)
+        pool = make_pool("taken")
+        wait_until(
+            lambda: condition(control_plane, pool, "RegionsProvisioned")["reason"] == "DaemonSetNameTaken",
+            "the condition",
+        )
+        assert condition(control_plane, pool, "RegionsProvisioned")["status"] == "False"
+        after = control_plane.get("daemonset", "kvoffload-taken", "-n", NAMESPACE)
+        assert (after["spec"], after["metadata"].get("labels")) == (before["spec"], before["metadata"].get("labels"))
+    finally:
+        control_plane.kubectl("delete", "daemonset", "kvoffload-taken", "-n", NAMESPACE)
+    make_ready(control_plane, pool)
