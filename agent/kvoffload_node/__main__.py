@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import resource
 import signal
 import sys
@@ -66,4 +67,9 @@ def _run_attacher(settings: NodeSettings) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    # Threads that wait for a watch or serve the endpoints still run. An interpreter that is torn down beneath them may
+    # abort (seen: exit status -6), which a pod would show as a crash; all that had to be done in order is done.
+    os._exit(status)

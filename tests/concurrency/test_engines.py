@@ -47,7 +47,8 @@ class EngineProcess:
     def __init__(self, path: Path, engine_id: str, what: str, number: int = 0) -> None:
         script = Path(__file__).with_name("engine_process.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(path), engine_id, what, str(number)],
+            # one that is stopped would outlive a failed test, and keep the node's pages
+            ["setpriv", "--pdeathsig", "KILL", sys.executable, str(script), str(path), engine_id, what, str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])},
@@ -332,15 +333,21 @@ def test_a_slot_dropped_after_a_restart_is_free_only_when_its_reader_of_before_h
 
 def test_case_13_a_stopped_owner_keeps_what_it_pins_and_a_dead_one_gives_it_back(daemon: DaemonProcess) -> None:
     path = daemon.attach("pod")
+    # what engines of the test before were writing may not be free yet
+    wait_until(lambda: metrics(daemon)['kvoffload_slots{state="writing"}'] == 0)
     owner = EngineProcess(path, "owner", "pin-all")
-    owner.wait_for("pinned")
-    owner.send(signal.SIGSTOP)
-    with attached_without_room(path, "other") as other:
-        for _ in range(20):
-            assert other.reserve(4) == []
-            assert other.reason == "AllLeased"
-        owner.kill()
-        wait_until(lambda: len(other.reserve_and_return(4)) == 4)
+    try:
+        owner.wait_for("pinned")
+        owner.send(signal.SIGSTOP)
+        with attached_without_room(path, "other") as other:
+            for _ in range(20):
+                assert other.reserve(4) == []
+                assert other.reason == "AllLeased"
+            owner.kill()
+            wait_until(lambda: len(other.reserve_and_return(4)) == 4)
+    finally:
+        if owner.process.poll() is None:
+            owner.kill()
 
 
 @contextmanager
