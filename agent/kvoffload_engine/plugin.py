@@ -65,7 +65,7 @@ def remembered_decision(model: str) -> Decision | None:
         decision = Decision(**json.loads(os.environ[DECISION_VARIABLE]))
     except (KeyError, ValueError, TypeError, RecursionError):
         return None
-    is_whole = [type(value) for value in dataclasses.astuple(decision)] == [bool, str, str, str, str]
+    is_whole = all(type(getattr(decision, field.name)) is field.type for field in dataclasses.fields(decision))
     return decision if is_whole and decision.model == model else None
 
 

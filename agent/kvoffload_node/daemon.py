@@ -9,12 +9,9 @@ Runs as `python -m kvoffload_node daemon`, one for each pool and node.
 
 import asyncio
 import contextlib
-import errno
-import fcntl
 import gc
 import json
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -25,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
 
 from kvoffload.api.conditions import Condition, RegionReason
 from kvoffload.api.pool import Mode, ReclaimPolicy
@@ -45,6 +41,7 @@ from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
 from kvoffload_node.session.server import Server
 from kvoffload_node.settings import NodeSettings
+from kvoffload_node.state_folder import StateFolder
 from kvoffload_node.status import build_status
 
 if TYPE_CHECKING:
@@ -90,8 +87,9 @@ class Daemon:
         """Whether the API server has answered since the start."""
         self._region_problem: Problem | None = None
         self._pages_problem: Problem | None = None
-        self._state_problems: dict[str, str] = {}
-        """What could not be written into the state folder while the daemon serves, and why."""
+        self._state = StateFolder(settings.state)
+        self._keep_again: asyncio.TimerHandle | None = None
+        """Until the state folder has taken the spec."""
 
     async def run(self) -> None:
         """Serve until told to stop or the region is deleted. Raises RegionUnusable if another daemon runs here,
@@ -99,7 +97,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
-        lock = _lock_folder(self.settings.state)
+        self._state.lock()
         endpoints = self._start_endpoints()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -117,7 +115,7 @@ class Daemon:
             await self._end(tasks)
             endpoints.shutdown()
             endpoints.server_close()
-            os.close(lock)
+            self._state.unlock()
 
     def _start_endpoints(self) -> ThreadingHTTPServer:
         registry = CollectorRegistry()
@@ -144,7 +142,9 @@ class Daemon:
         if self.settings.region_file is not None:
             await self._follow_file(self.settings.region_file)
             return
-        self._read_last_region()
+        if (last := self._state.read_last()) is not None:  # serve that before the API server is asked
+            self._uid, spec = last
+            self._take_spec(spec)
         self._client = await asyncio.to_thread(self._connect)
         loop = asyncio.get_running_loop()
 
@@ -224,44 +224,11 @@ class Daemon:
     def _keep_spec(self) -> None:
         """Write the spec down for the next start, now or as soon as the state folder takes it."""
         assert self._spec is not None
-        manifest = {"metadata": {"uid": self._uid}, "spec": self._spec.model_dump(mode="json", by_alias=True)}
-        new = self._last_region.with_suffix(".new")
-        try:
-            new.write_text(json.dumps(manifest))
-            new.replace(self._last_region)
-        except OSError as error:
-            self._note_state("the last spec", error)
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._keep_spec)
-        else:
-            self._note_state("the last spec", None)
-
-    def _note_state(self, what: str, error: OSError | None) -> None:
-        """Say once what the state folder does not take, and once that it does again."""
-        message = f"{what} cannot be written: {explain_os_error(error, self.settings.state)}" if error else ""
-        if message == self._state_problems.get(what, ""):
-            return
-        if message:
-            self._state_problems[what] = message
-            log.warning("%s", message)
-        else:
-            del self._state_problems[what]
-            log.info("%s is written again", what)
-
-    def _read_last_region(self) -> None:
-        """Serve what was served last, before the API server is asked."""
-        try:
-            manifest = json.loads(self._last_region.read_text())
-            self._uid, spec = manifest["metadata"]["uid"], KVOffloadRegionSpec.model_validate(manifest["spec"])
-        except FileNotFoundError:
-            return
-        except (ValidationError, ValueError, KeyError, TypeError, OSError) as error:
-            log.warning("%s cannot be read, waiting for the API server: %s", self._last_region, error)
-            return
-        self._take_spec(spec)
-
-    @property
-    def _last_region(self) -> Path:
-        return self.settings.state / "region.json"
+        if self._keep_again is not None:
+            self._keep_again.cancel()
+            self._keep_again = None
+        if not self._state.write_last(self._uid, self._spec):
+            self._keep_again = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._keep_spec)
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -291,7 +258,7 @@ class Daemon:
         try:
             return self._open_region()
         except OSError as error:
-            raise RegionUnusable(explain_os_error(error, self.settings.state)) from error
+            raise RegionUnusable(self._state.explain(error)) from error
 
     def _open_region(self) -> Running:
         assert self._spec is not None
@@ -347,9 +314,9 @@ class Daemon:
             try:
                 registry.sweep()
             except OSError as error:  # what it did not get to is for the next one
-                self._note_state("what ended engines leave", error)
+                self._state.note("what ended engines leave", error)
             else:
-                self._note_state("what ended engines leave", None)
+                self._state.note("what ended engines leave", None)
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
@@ -374,7 +341,7 @@ class Daemon:
                 is_stopping=self.stopping.is_set(),
                 has_attacher=bool(self.running and self.running.server.attachers),
                 needs_attacher=self.settings.region_file is None,
-                state_problem="; ".join(self._state_problems.values()),
+                state_problem=self._state.problem,
             ),
             self.paths,
         )
@@ -448,7 +415,7 @@ class Daemon:
         try:
             self._leave_files(keep=keep)
         except OSError as error:
-            log.error("some files are left: %s", explain_os_error(error, self.settings.state))
+            log.error("some files are left: %s", self._state.explain(error))
 
     def _leave_files(self, *, keep: bool) -> None:
         if not keep:
@@ -456,7 +423,7 @@ class Daemon:
         elif self._deleted:
             release_region(self.settings.state)
         if self._deleted or not keep:
-            self._last_region.unlink(missing_ok=True)  # else the next start would serve a region that is no more
+            self._state.forget_last()
 
     async def _give_back_pages(self, running: Running) -> None:
         """Engines unmap what they have; pages of those that do not answer go when they end."""
@@ -474,32 +441,3 @@ class Daemon:
         if self._client is None:
             return True, "no API server is configured"
         return await asyncio.to_thread(self._client.must_keep_files, self._uid)
-
-
-def _lock_folder(folder: Path) -> int:
-    """One daemon for one state folder. Raises RegionUnusable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise RegionUnusable(explain_os_error(error, folder)) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise RegionUnusable(f"another daemon runs on {folder}; one daemon serves a pool on a node") from error
-    return descriptor
-
-
-def explain_os_error(error: OSError, folder: Path) -> str:
-    """Path, cause and remedy; `folder` is where it was where the kernel does not name the path (writes)."""
-    path = error.filename2 or error.filename or folder
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "make room on that disk"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = "let the daemon write there"
-    elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP):
-        remedy = "it is not the daemon's: remove it on the node, the daemon makes its own"
-    else:
-        remedy = "see the node's disk and its kernel log"
-    return f"{path}: {os.strerror(error.errno) if error.errno else error}; {remedy}"

@@ -80,7 +80,7 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
     pool = facts.pool(pod.pool)
     engines = facts.engines.get((namespace, name), ())
     answers = [
-        Explanation("Pod", (f"{namespace}/{name}, {pod.phase} on node {pod.node or '(not scheduled)'}",)),
+        _about_pod(pod),
         Explanation("Pool", tuple(_about_pool(facts, pod, pool))),
         Explanation("Injected", tuple(_about_injection(pod))),
     ]
@@ -108,12 +108,16 @@ def _explain_without_pools(facts: ClusterFacts, pod: OptedInPod) -> list[Explana
     """What the pod alone says, where the user may not read pools and regions."""
     ask = "ask an administrator for the ClusterRole kvoffload-viewer: pools and regions say what became of the pod"
     return [
-        Explanation("Pod", (f"{pod.namespace}/{pod.name}, {pod.phase} on node {pod.node or '(not scheduled)'}",)),
+        _about_pod(pod),
         Explanation("Pool", (pod.pool,)),
         Explanation("Injected", tuple(_about_injection(pod))),
         *([Explanation("Layout", tuple(_about_layout(pod, ())))] if pod.injected_version else []),
         Explanation("Not read", (*facts.unreadable, ask)),
     ]
+
+
+def _about_pod(pod: OptedInPod) -> Explanation:
+    return Explanation("Pod", (f"{pod.namespace}/{pod.name}, {pod.phase} on node {pod.node or '(not scheduled)'}",))
 
 
 def _about_pool(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool | None) -> Iterator[str]:

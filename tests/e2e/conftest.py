@@ -21,15 +21,15 @@ from hack.demo.summary import Summary
 
 
 @pytest.fixture(scope="session")
-def bench() -> Stage:
+def stage() -> Stage:
     """The running cluster with our images loaded and vLLM prepared."""
     return demo.prepare(ClusterSettings.from_environment())
 
 
 @pytest.fixture(scope="session")
-def kubernetes(bench: Stage) -> Kubernetes:
+def kubernetes(stage: Stage) -> Kubernetes:
     """kubectl and helm on the cluster."""
-    return bench.kubernetes
+    return stage.kubernetes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,18 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def release_asked_at(bench: Stage) -> float:
+def release_asked_at(stage: Stage) -> float:
     """When this run began to use the chart, seconds since the epoch."""
     return time.time()
 
 
 @pytest.fixture(scope="session")
-def release(bench: Stage, release_asked_at: float) -> Iterator[Stage]:
+def release(stage: Stage, release_asked_at: float) -> Iterator[Stage]:
     """The chart installed; what the tests made is removed at the end."""
-    demo.remove_leftovers(bench)
-    install_chart(bench.kubernetes, bench.images)
-    yield bench
-    demo.clean(bench)
+    demo.remove_leftovers(stage)
+    install_chart(stage.kubernetes, stage.images)
+    yield stage
+    demo.clean(stage)
 
 
 @dataclass
@@ -81,16 +81,16 @@ def demo_result(release: Stage) -> DemoResult:
     containers: dict[str, ContainerView] = {}
     roll: list[Roll] = []
 
-    def zero_and_ask(bench: Stage, prometheus: Prometheus) -> None:
-        pods = [find_server(bench.kubernetes, name=name).pod["metadata"] for name in ("vllm-a", "vllm-b")]
+    def zero_and_ask(stage: Stage, prometheus: Prometheus) -> None:
+        pods = [find_server(stage.kubernetes, name=name).pod["metadata"] for name in ("vllm-a", "vllm-b")]
         try:
-            tools.append(use_tools(bench.kubernetes, prometheus, [f"{pod['namespace']}/{pod['name']}" for pod in pods]))
+            tools.append(use_tools(stage.kubernetes, prometheus, [f"{pod['namespace']}/{pod['name']}" for pod in pods]))
         except Exception as error:  # noqa: BLE001 - the tests of the tools raise it; the demo's go on
             tools.append(error)
-        containers.update(view_containers(bench.kubernetes))
-        roll.append(roll_under_load(bench))
+        containers.update(view_containers(stage.kubernetes))
+        roll.append(roll_under_load(stage))
         zero_region_pages(demo.POOL)
-        for answer in demo.ask(find_server(bench.kubernetes, name="vllm-b"), demo_prompts()):
+        for answer in demo.ask(find_server(stage.kubernetes, name="vllm-b"), demo_prompts()):
             zeroed_b.append(answer.text_tokens)
             cached.append(answer.cached_tokens)
 

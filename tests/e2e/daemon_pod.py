@@ -66,9 +66,9 @@ def view_containers(kubernetes: Kubernetes) -> dict[str, ContainerView]:
     return views
 
 
-def roll_under_load(bench: Stage) -> Roll:
+def roll_under_load(stage: Stage) -> Roll:
     """Restart the DaemonSet while server B gets prompts that it has to store; then ask for what was there before."""
-    kubernetes, roll, enough = bench.kubernetes, Roll(), threading.Event()
+    kubernetes, roll, enough = stage.kubernetes, Roll(), threading.Event()
     server = find_server(kubernetes, name="vllm-b")
     roll.ready_before = read_metric(daemon_pod(kubernetes), 'kvoffload_slots{state="ready"}')
     load = threading.Thread(target=_keep_asking, args=(server, roll, enough))

@@ -81,12 +81,12 @@ def previous_chart(folder: Path) -> Path:
     return folder / "charts" / "kvoffload"
 
 
-def make_pod(bench: Stage, name: str) -> dict[str, Any]:
+def make_pod(stage: Stage, name: str) -> dict[str, Any]:
     """A light opted-in pod that serves; returned as the API server holds it."""
-    bench.kubernetes.apply(
-        light_pod(name, pool=POOL, image=bench.images.python, annotations={"kvoffload.io/container": "main"})
+    stage.kubernetes.apply(
+        light_pod(name, pool=POOL, image=stage.images.python, annotations={"kvoffload.io/container": "main"})
     )
-    return bench.kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={name}", timeout_seconds=60)
+    return stage.kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={name}", timeout_seconds=60)
 
 
 def assert_serves(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:
@@ -207,10 +207,10 @@ def give_certificate(kubernetes: Kubernetes, release: Release) -> tuple[str, ...
 
 
 @pytest.fixture
-def bare(bench: Stage) -> Iterator[Stage]:
+def bare(stage: Stage) -> Iterator[Stage]:
     """The cluster without anything of ours, not even the CRDs; also afterwards."""
 
-    kubernetes = bench.kubernetes
+    kubernetes = stage.kubernetes
     crds = [crd["metadata"]["name"] for crd in build_crds().values()]
 
     def clean() -> None:
@@ -225,10 +225,10 @@ def bare(bench: Stage) -> Iterator[Stage]:
         for label in node_labels(kubernetes):
             kubernetes.kubectl("label", "node", kubernetes.settings.node_name, f"{label}-")
 
-    demo.remove_leftovers(bench)
+    demo.remove_leftovers(stage)
     uninstall_chart(kubernetes)
     clean()
-    yield bench
+    yield stage
     clean()
 
 

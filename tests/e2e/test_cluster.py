@@ -32,9 +32,9 @@ def observe_machine():
 
 
 @pytest.fixture
-def own_cluster(bench):
+def own_cluster(stage):
     """A cluster of this test's own, while the shared one runs; it is taken down whatever happens."""
-    del bench  # the shared one is up before we look at the machine
+    del stage  # the shared one is up before we look at the machine
     before = observe_machine()
     lifecycle.up(SETTINGS)
     yield

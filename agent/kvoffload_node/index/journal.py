@@ -31,6 +31,7 @@ from kvoffload_node.index.slots import MIN_SLOT_BYTES
 _RECORD = struct.Struct("<BBHQQ64sI")
 _EXTENT = struct.Struct("<QI4x")
 UNCUT = 1
+OUT_OF_DISK = (errno.ENOSPC, errno.EDQUOT)
 RECORD_BYTES = _RECORD.size
 
 
@@ -87,7 +88,7 @@ class TenantJournal:
         try:
             os.posix_fallocate(self._descriptor, position * self._position_bytes, num_bytes)
         except OSError as error:
-            if error.errno not in _OUT_OF_DISK:
+            if error.errno not in OUT_OF_DISK:
                 raise
             return False
         return True
@@ -169,4 +170,3 @@ def _checksum(state: int, namespace: int, account: int, number: int, key: bytes)
 
 _ZEROS = bytes(RECORD_BYTES)
 _NO_EXTENT = bytes(_EXTENT.size)
-_OUT_OF_DISK = (errno.ENOSPC, errno.EDQUOT)

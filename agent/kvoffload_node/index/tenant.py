@@ -178,12 +178,15 @@ class TenantIndex(SlotTable):
             if supply is Supply.GROWING:
                 return None, Shortage.ALLOCATING
             if supply is Supply.NONE:
-                if oldest is None and self.spare:
-                    return None, Shortage.STATE_FULL
                 if oldest is None:
-                    return None, Shortage.ALL_LEASED if self.may_evict else Shortage.RECOVERING
+                    return None, self._why_nothing_goes()
                 self.evict(oldest[0], "Capacity")
                 return oldest[0], ""
+
+    def _why_nothing_goes(self) -> str:
+        if self.spare:
+            return Shortage.STATE_FULL
+        return Shortage.ALL_LEASED if self.may_evict else Shortage.RECOVERING
 
     def assign(self, owner: WriteOwner, namespace: Namespace, pairs: Iterable[tuple[int, bytes]]) -> list[int]:
         """Say which key each reserved slot gets. Returns offsets that became READY. Raises ProtocolError."""

@@ -133,12 +133,13 @@ class Connection(asyncio.Protocol):
             else:
                 self._go_on_reading()
         except ProtocolError as error:
-            if self._registry.is_first(self._pod, RefusalReason.MALFORMED):
+            if self._registry.is_first(self._pod, RefusalReason.MALFORMED.value):
                 log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)
         except OSError as error:
             # of the state folder's disk, or of descriptors: nothing else is opened or written here
-            log.error("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
+            if self._registry.is_first(self._pod, "SystemError"):
+                log.error("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end("SystemError")
         except Exception:
             log.exception("pod %s/%s: connection ended by a bug of this daemon", self._pod.namespace, self._pod.name)
@@ -234,7 +235,7 @@ class Connection(asyncio.Protocol):
     def refuse(self, error: SessionRefused) -> None:
         """Answer with the reason; after a `Hello` the connection ends."""
         self._registry.refusals[error.reason.value] += 1
-        if self._registry.is_first(self._pod, error.reason):
+        if self._registry.is_first(self._pod, error.reason.value):
             log.warning("pod %s/%s refused: %s: %s", self._pod.namespace, self._pod.name, error.reason.value, error)
         self.send(Refused(error.reason.value, str(error)[:8000]))
         if self._session is None:

@@ -324,10 +324,10 @@ class Registry:
             lose_rank(session, f"disconnected ({reason})")
             self._end_dead_sessions(session.engine)
 
-    def is_first(self, pod: Pod, reason: RefusalReason) -> bool:
-        """Whether this is the pod's first refusal for this reason: that one is logged."""
-        first = (pod.uid, reason.value) not in self._refused
-        self._refused.add((pod.uid, reason.value))
+    def is_first(self, pod: Pod, reason: str) -> bool:
+        """Whether this is the pod's first refusal, or end of a connection, for this reason: that one is logged."""
+        first = (pod.uid, reason) not in self._refused
+        self._refused.add((pod.uid, reason))
         return first
 
     # --- ends -------------------------------------------------------------------------------------------------------

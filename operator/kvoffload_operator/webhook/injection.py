@@ -5,7 +5,6 @@ prefixed, VLLM_PLUGINS is added to, and where either comes from a reference it i
 to.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,13 +31,13 @@ from kvoffload.api.keys import (
     SKIP_REASON_ANNOTATION,
     SOCKET_PATH,
     VOLUME_NAME,
-    WEBHOOK_REPLICA_ANNOTATION,
     WEIGHTS_ID_ANNOTATION,
     SkipReason,
     ready_node_label,
 )
 from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout
 from kvoffload_operator.webhook.command_line import CommandLine, Launch, parse_command_line
+from kvoffload_operator.webhook.limits import find_excess
 from kvoffload_operator.webhook.prediction import EngineFacts, Prediction, find_refusal, predict_layout
 from kvoffload_operator.webhook.validation import selects
 
@@ -49,12 +48,6 @@ PREFERENCE_WEIGHT = 50
 KEPT_PYTHONPATH = "KVOFFLOAD_USER_PYTHONPATH"
 KEPT_PLUGINS = "KVOFFLOAD_USER_VLLM_PLUGINS"
 SYSTEM_NAMESPACE = "kube-system"
-MAX_ANNOTATION_BYTES = 256 << 10
-"""The API server's limit for names and values of all annotations of an object; it denies a pod with more."""
-MAX_POD_BYTES = 1 << 20
-"""As JSON. etcd takes 1.5 MiB, and after us the API server notes who set each field."""
-MAX_VARIABLE_BYTES = 128 << 10
-"""Linux's limit for `NAME=value` with its end: with a longer one no process starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,31 +365,6 @@ def _add_annotations(patch: _Patch, pod: Manifest, wanted: Mapping[str, str]) ->
     for key, value in wanted.items():
         if present.get(key) != value:
             patch.add(annotation_path(key), value)
-
-
-def find_excess(pod: Manifest, annotations: Mapping[str, str], operations: Sequence[Operation]) -> str:
-    """Which limit the pod would pass with these annotations and operations, with both numbers; empty if none."""
-    together = {**(pod["metadata"].get("annotations") or {}), **annotations, WEBHOOK_REPLICA_ANNOTATION: "0"}
-    num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in together.items())
-    if num_bytes > MAX_ANNOTATION_BYTES:
-        return f"the annotations would have {num_bytes} bytes with ours, the API server takes {MAX_ANNOTATION_BYTES}"
-    num_bytes = sum(len(json.dumps(part, ensure_ascii=False).encode()) for part in (pod, operations))
-    if num_bytes > MAX_POD_BYTES:
-        return f"the pod would have {num_bytes} bytes with our part, at most {MAX_POD_BYTES} are injected"
-    for operation in operations:
-        for variable in _variables(operation):
-            num_bytes = len(f"{variable['name']}={variable.get('value', '')}".encode()) + 1
-            if num_bytes > MAX_VARIABLE_BYTES:
-                return f"{variable['name']} would have {num_bytes} bytes, Linux takes {MAX_VARIABLE_BYTES}"
-    return ""
-
-
-def _variables(operation: Operation) -> Sequence[Manifest]:
-    """Environment variables that an operation sets."""
-    if "/env" not in operation["path"]:
-        return ()
-    value = operation["value"]
-    return value if isinstance(value, list) else [value]
 
 
 def annotation_path(key: str) -> str:

@@ -14,8 +14,9 @@ from kvoffload.api.pool import Fallback, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import RegionUnusable
 from kvoffload_node import daemon as daemon_module
-from kvoffload_node.daemon import Daemon, explain_os_error
+from kvoffload_node.daemon import Daemon
 from kvoffload_node.settings import NodeSettings
+from kvoffload_node.state_folder import StateFolder
 
 MOUNT = Path("/dev/shm")
 
@@ -94,7 +95,7 @@ async def test_a_spec_that_cannot_be_kept_is_taken_said_and_kept_later(
     assert spec is not None
     obstacle = tmp_path / name
     put_folder(obstacle)
-    daemon._read_last_region()
+    assert daemon._state.read_last() is None
     daemon._take_spec(spec)
     assert daemon._spec_changed.is_set(), "the region is opened all the same"
     assert f"the last spec cannot be written: {obstacle}" in caplog.text
@@ -161,4 +162,4 @@ async def test_a_state_folder_that_cannot_be_locked_is_one_message(
     ],
 )
 def test_every_cause_has_its_remedy(number: int, remedy: str, tmp_path: Path) -> None:
-    assert explain_os_error(OSError(number, "x"), tmp_path) == f"{tmp_path}: {os.strerror(number)}; {remedy}"
+    assert StateFolder(tmp_path).explain(OSError(number, "x")) == f"{tmp_path}: {os.strerror(number)}; {remedy}"

@@ -18,7 +18,8 @@ from kvoffload.api.keys import (
     WEIGHTS_ID_ANNOTATION,
     SkipReason,
 )
-from kvoffload_operator.webhook.injection import MAX_ANNOTATION_BYTES, Outcome, PoolFacts, inject
+from kvoffload_operator.webhook.injection import Outcome, PoolFacts, inject
+from kvoffload_operator.webhook.limits import MAX_ANNOTATION_BYTES
 from operator_builders import pod_manifest, spec_of
 
 DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
