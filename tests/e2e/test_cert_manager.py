@@ -31,7 +31,7 @@ from e2e.control_plane import (
     wait_until,
 )
 from e2e.operator_pools import condition, pool_manifest
-from e2e.test_operator_webhook import DEEPSEEK, create, host_address, is_injected, publish
+from e2e.webhook_replicas import DEEPSEEK, create, host_address, is_injected, publish
 from hack.cert_manager.program import cert_manager_crds, ensure_cert_manager
 from operator_builders import pod_manifest
 

@@ -8,36 +8,40 @@ import asyncio
 import base64
 import http.server
 import json
-import os
-import secrets
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from cryptography import x509
 
 from e2e.control_plane import (
     NAMESPACE,
     ControlPlane,
     free_port,
-    operator_token,
     render_chart,
     running_operator,
     wait_until,
 )
 from e2e.operator_pools import pool_manifest
+from e2e.webhook_load import Load, create_many, measure_p99, wait_for_more
+from e2e.webhook_replicas import (
+    DEEPSEEK,
+    Replica,
+    create,
+    host_address,
+    is_injected,
+    is_serving,
+    publish,
+    served_serial,
+    start_replica,
+)
 from kvoffload.api.keys import INJECTED_ANNOTATION
 from kvoffload.api.keys import WEBHOOK_REPLICA_ANNOTATION as REPLICA
 from kvoffload_operator.webhook.certificates import load_context, make_certificate
@@ -45,76 +49,9 @@ from operator_builders import pod_manifest
 
 pytestmark = pytest.mark.e2e
 
-DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
 SECRET = "kvoffload-webhook-tls"
 TIMEOUT_SECONDS = 2
 """Of the chart: how long the API server waits for a replica before it asks the next."""
-NUM_ROUNDS = 5
-"""Of latency: the machine is shared with other tests, and the best round is what the webhook needs."""
-
-
-@dataclass
-class Replica:
-    """One webhook process."""
-
-    process: subprocess.Popen[bytes]
-    name: str
-    port: int
-    metrics_port: int
-
-    def num_calls(self) -> int:
-        """Pods that the API server asked it about."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        name = 'kvoffload_operator_admission_duration_seconds_count{webhook="mutate-pods"} '
-        return int(float(next(line for line in lines if line.startswith(name)).removeprefix(name)))
-
-
-def host_address() -> str:
-    """An address of this machine that is not loopback, which endpoints may not have."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))
-        return str(probe.getsockname()[0])
-
-
-def start_replica(plane: ControlPlane, name: str, *, port: int, metrics_port: int) -> Replica:
-    kubeconfig = plane.write_kubeconfig(name, operator_token(plane, "kvoffload-webhook"))
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("KVOFFLOAD_")},
-        "KUBECONFIG": str(kubeconfig),
-        "KVOFFLOAD_POD_NAME": name,
-        "KVOFFLOAD_WEBHOOK_PORT": str(port),
-        "KVOFFLOAD_METRICS_PORT": str(metrics_port),
-    }
-    with (plane.folder / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvoffload_operator", "webhook"],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            cwd=plane.folder,
-        )
-    return Replica(process, name, port, metrics_port)
-
-
-def publish(plane: ControlPlane, service: str, **ports: int) -> None:
-    """Endpoints of a Service, by name of who listens."""
-    slices = [
-        {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {
-                "name": f"{service}-of-{name}",
-                "namespace": NAMESPACE,
-                "labels": {"kubernetes.io/service-name": service},
-            },
-            "addressType": "IPv4",
-            "ports": [{"name": "admission", "port": port, "protocol": "TCP"}],
-            "endpoints": [{"addresses": [host_address()], "conditions": {"ready": True}}],
-        }
-        for name, port in ports.items()
-    ]
-    plane.apply(*slices)
 
 
 @pytest.fixture(scope="module")
@@ -150,18 +87,6 @@ def replicas(control_plane: ControlPlane) -> Iterator[list[Replica]]:
             for configuration in configurations:
                 control_plane.kubectl("delete", configuration["kind"], configuration["metadata"]["name"])
             control_plane.kubectl("delete", "kvpool", "main")
-
-
-def create(plane: ControlPlane, pod: dict[str, Any], *, namespace: str = "default") -> dict[str, Any]:
-    """What the API server would store; nothing is stored."""
-    manifest = {"apiVersion": "v1", "kind": "Pod", **pod}
-    arguments = ["create", "--dry-run=server", "-n", namespace, "-o", "json", "-f", "-"]
-    answer: dict[str, Any] = json.loads(plane.kubectl(*arguments, stdin=json.dumps(manifest)))
-    return answer
-
-
-def is_injected(pod: dict[str, Any]) -> bool:
-    return "kvoffload.io/injected" in (pod["metadata"].get("annotations") or {})
 
 
 def annotations(plane: ControlPlane) -> dict[str, str]:
@@ -267,57 +192,6 @@ def test_a_pool_s_warnings_and_errors_are_shown_when_it_is_applied(
 
 
 # --- under load -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Load:
-    """What many creations at once saw."""
-
-    num_injected: int = 0
-    num_missed: int = 0
-    num_failed: int = 0
-    num_by_second: int = 0
-    """Of the injected, those that replica 1 answered."""
-
-    @property
-    def num_answers(self) -> int:
-        return self.num_injected + self.num_missed + self.num_failed
-
-
-async def wait_for_more(load: Load, number: int) -> None:
-    """Until as many more answers came, whatever they were."""
-    wanted = load.num_answers + number
-    await asyncio.to_thread(wait_until, lambda: load.num_answers >= wanted, f"{number} more answers")
-
-
-async def create_many(plane: ControlPlane, load: Load, *, until: asyncio.Event, at_least: int, parallel: int) -> None:
-    """Create pods (dry run) until told to stop and `at_least` were made."""
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    url = f"{plane.url}/api/v1/namespaces/default/pods?dryRun=All"
-    body = json.dumps({"apiVersion": "v1", "kind": "Pod", **pod_manifest(command=DEEPSEEK)})
-    headers = {"Authorization": f"Bearer {plane.admin_token}", "Content-Type": "application/json"}
-
-    async def worker(session: aiohttp.ClientSession) -> None:
-        while not until.is_set() or load.num_answers < at_least:
-            async with session.post(url, data=body, headers=headers) as answer:
-                pod = await answer.json()
-            if answer.status != 201:
-                load.num_failed += 1
-            elif is_injected(pod):
-                load.num_injected += 1
-                load.num_by_second += pod["metadata"]["annotations"].get(REPLICA) == "1"
-            else:
-                load.num_missed += 1
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context, limit=parallel)) as session:
-        await asyncio.gather(*(worker(session) for _ in range(parallel)))
-
-
-def served_serial(replica: Replica) -> int:
-    """Serial number of the certificate that a replica serves now."""
-    pem = ssl.get_server_certificate((host_address(), replica.port), timeout=10)
-    return x509.load_pem_x509_certificate(pem.encode()).serial_number
 
 
 def test_the_second_replica_is_asked_only_where_the_first_does_not_answer(
@@ -461,42 +335,6 @@ def test_losing_either_replica_and_rotating_certificates_under_load_loses_no_inj
     assert (load.num_missed, load.num_failed) == (0, 0)
     assert load.num_injected >= 3000
     assert load.num_by_second >= 3 * 20, "while the first one was away"
-
-
-def is_serving(replica: Replica) -> bool:
-    try:
-        served_serial(replica)
-    except OSError:
-        return False
-    return True
-
-
-async def measure_p99(port: int) -> list[float]:
-    """p99 of each round, seconds: 50 connections, each with one request after the other, as the API server calls."""
-    review = {
-        "apiVersion": "admission.k8s.io/v1",
-        "kind": "AdmissionReview",
-        "request": {"uid": secrets.token_hex(8), "namespace": "default", "object": pod_manifest(command=DEEPSEEK)},
-    }
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    durations: list[float] = []
-
-    async def worker(session: aiohttp.ClientSession) -> None:
-        for _ in range(20):
-            started = time.perf_counter()
-            async with session.post(f"https://{host_address()}:{port}/mutate-pods/0", json=review) as answer:
-                assert (await answer.json())["response"]["patch"]
-            durations.append(time.perf_counter() - started)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context, limit=50)) as session:
-        await asyncio.gather(*(worker(session) for _ in range(50)))  # connections are made, caches filled
-        rounds = []
-        for _ in range(NUM_ROUNDS):
-            durations.clear()
-            await asyncio.gather(*(worker(session) for _ in range(50)))
-            rounds.append(sorted(durations)[int(len(durations) * 0.99)])
-        return rounds
 
 
 @pytest.fixture

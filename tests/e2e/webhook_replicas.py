@@ -1,0 +1,108 @@
+"""Webhook processes that a real API server calls, and pods to ask them about; for the tests of the webhook and its
+certificates."""
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography import x509
+
+from e2e.control_plane import NAMESPACE, ControlPlane, operator_token
+
+DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
+
+
+@dataclass
+class Replica:
+    """One webhook process."""
+
+    process: subprocess.Popen[bytes]
+    name: str
+    port: int
+    metrics_port: int
+
+    def num_calls(self) -> int:
+        """Pods that the API server asked it about."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        name = 'kvoffload_operator_admission_duration_seconds_count{webhook="mutate-pods"} '
+        return int(float(next(line for line in lines if line.startswith(name)).removeprefix(name)))
+
+
+def host_address() -> str:
+    """An address of this machine that is not loopback, which endpoints may not have."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+
+
+def start_replica(plane: ControlPlane, name: str, *, port: int, metrics_port: int) -> Replica:
+    kubeconfig = plane.write_kubeconfig(name, operator_token(plane, "kvoffload-webhook"))
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("KVOFFLOAD_")},
+        "KUBECONFIG": str(kubeconfig),
+        "KVOFFLOAD_POD_NAME": name,
+        "KVOFFLOAD_WEBHOOK_PORT": str(port),
+        "KVOFFLOAD_METRICS_PORT": str(metrics_port),
+    }
+    with (plane.folder / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvoffload_operator", "webhook"],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=plane.folder,
+        )
+    return Replica(process, name, port, metrics_port)
+
+
+def publish(plane: ControlPlane, service: str, **ports: int) -> None:
+    """Endpoints of a Service, by name of who listens."""
+    slices = [
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {
+                "name": f"{service}-of-{name}",
+                "namespace": NAMESPACE,
+                "labels": {"kubernetes.io/service-name": service},
+            },
+            "addressType": "IPv4",
+            "ports": [{"name": "admission", "port": port, "protocol": "TCP"}],
+            "endpoints": [{"addresses": [host_address()], "conditions": {"ready": True}}],
+        }
+        for name, port in ports.items()
+    ]
+    plane.apply(*slices)
+
+
+def served_serial(replica: Replica) -> int:
+    """Serial number of the certificate that a replica serves now."""
+    pem = ssl.get_server_certificate((host_address(), replica.port), timeout=10)
+    return x509.load_pem_x509_certificate(pem.encode()).serial_number
+
+
+def is_serving(replica: Replica) -> bool:
+    try:
+        served_serial(replica)
+    except OSError:
+        return False
+    return True
+
+
+def create(plane: ControlPlane, pod: dict[str, Any], *, namespace: str = "default") -> dict[str, Any]:
+    """What the API server would store; nothing is stored."""
+    manifest = {"apiVersion": "v1", "kind": "Pod", **pod}
+    arguments = ["create", "--dry-run=server", "-n", namespace, "-o", "json", "-f", "-"]
+    answer: dict[str, Any] = json.loads(plane.kubectl(*arguments, stdin=json.dumps(manifest)))
+    return answer
+
+
+def is_injected(pod: dict[str, Any]) -> bool:
+    return "kvoffload.io/injected" in (pod["metadata"].get("annotations") or {})
