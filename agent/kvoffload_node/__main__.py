@@ -1,11 +1,17 @@
 """Commands of the node image: `python -m kvoffload_node daemon` and `python -m kvoffload_node attacher`."""
 
+import os
+import signal
+
+if __name__ == "__main__":
+    # A container's first process gets only the signals that it handles, and what is imported below takes a second: one
+    # that is told to stop meanwhile would not hear it, and hold its pod up until the kubelet kills it.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
 import argparse
 import asyncio
 import logging
-import os
 import resource
-import signal
 import sys
 import time
 

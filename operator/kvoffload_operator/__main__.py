@@ -1,10 +1,17 @@
 """Starts a process of the control plane: `python -m kvoffload_operator run` (operator) or `webhook` (admission)."""
 
+import os
+import signal
+
+if __name__ == "__main__":
+    # A container's first process gets only the signals that it handles, and what is imported below takes a second: one
+    # that is told to stop meanwhile would not hear it, and hold its pod up until the kubelet kills it.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
 import argparse
 import asyncio
 import contextlib
 import logging
-import signal
 import ssl
 import sys
 from collections.abc import Callable

@@ -1,0 +1,50 @@
+"""The programs of our images as a container's first process, told to stop while they are still importing."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = [
+    ("kvoffload_node", "daemon"),
+    ("kvoffload_node", "attacher"),
+    ("kvoffload_operator", "run"),
+    ("kvoffload_operator", "webhook"),
+]
+
+
+def first_process(unshare: "subprocess.Popen[bytes]") -> Path:
+    """Folder in /proc of the process that is number 1 in the namespace."""
+    children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
+    while not (found := children.read_text().split()):
+        time.sleep(0.001)
+    return Path("/proc") / found[0]
+
+
+def catches(process: Path, number: int) -> bool:
+    caught = next(line for line in (process / "status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize(("module", "command"), PROGRAMS)
+def test_a_program_that_is_told_to_stop_while_it_imports_ends_at_once(module: str, command: str) -> None:
+    unshare = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-m", module, command],
+        env={"KVOFFLOAD_POOL": "p", "KVOFFLOAD_NODE_NAME": "n"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        process = first_process(unshare)
+        deadline = time.monotonic() + 20
+        while not catches(process, signal.SIGTERM):
+            assert time.monotonic() < deadline, "it never listens"
+            time.sleep(0.001)
+        assert "pydantic" not in (process / "maps").read_text(), "it listens only after its imports"
+        subprocess.run(["kill", "-TERM", process.name], check=True)
+        assert unshare.wait(5) == 0
+    finally:
+        unshare.kill()
+        unshare.wait()
