@@ -77,6 +77,8 @@ class ExtentPool:
         self._reservation = reservation
         self._revoke = revoke
         self._wake = asyncio.Event()
+        self._growing: Tenant | None = None
+        """For whom an extent is being allocated: it counts as allocated from the beginning, but has no slots yet."""
         self.num_by_node: Counter[int] = Counter()
         """Extents that were given to each NUMA node since the daemon's start."""
         self._moves: set[asyncio.Task[None]] = set()
@@ -105,6 +107,8 @@ class ExtentPool:
         """An extent for a slab that has no free slot, as `TenantIndex.reserve` asks."""
         if self.num_allocated < self.num_extents and not self.problem:
             self._starve(tenant, before, account)
+            return Supply.GROWING
+        if self._growing is tenant:
             return Supply.GROWING
         if tenant.index.may_evict:
             extent = tenant.index.cold.coldest(before=before, account=account)
@@ -153,6 +157,7 @@ class ExtentPool:
         position = min(set(range(len(tenant.positions) + 1)) - tenant.positions)
         tenant.positions.add(position)
         unallocated = self.num_extents - self.num_allocated
+        self._growing = tenant
         try:
             if not tenant.index.journal.make_room(position, UNCUT):
                 raise RegionUnusable(f"no room on the disk for {tenant.index.journal.path}; free some")
@@ -167,6 +172,8 @@ class ExtentPool:
                 log.warning("an extent could not be allocated: %s", error)
             self.problem = str(error)
             return False
+        finally:
+            self._growing = None
         self.problem = ""
         if node is not None:
             self.num_by_node[node.number] += 1
