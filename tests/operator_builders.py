@@ -65,6 +65,7 @@ def daemonset_options(**changes: Any) -> DaemonSetOptions:
         "service_account": "kvoffload-node",
         "priority_class": "kvoffload-node",
         "labels": {},
+        "pod_annotations": {},
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
         "log_level": "INFO",
         "owner": {"name": "kvoffload-operator", "uid": "uid-operator"},

@@ -138,6 +138,7 @@ class Operator:
             service_account=settings.node_service_account,
             priority_class=settings.node_priority_class,
             labels=settings.node_labels,
+            pod_annotations=settings.node_pod_annotations,
             resources=settings.node_resources,
             log_level=settings.log_level,
             owner={"name": name, "uid": deployment["metadata"]["uid"]},

@@ -45,6 +45,7 @@ class Settings(BaseSettings):
     node_service_account: str = Field(default="kvoffload-node", description="Service account of the DaemonSets' pods.")
     node_priority_class: str = Field(default="", description="Priority class of the DaemonSets' pods; empty: none.")
     node_labels: dict[str, str] = Field(default={}, description="Labels of the DaemonSets and their pods, JSON.")
+    node_pod_annotations: dict[str, str] = Field(default={}, description="Annotations of the DaemonSets' pods, JSON.")
     node_resources: dict[str, dict[str, str]] = Field(
         default={"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
         description="Requests and limits of the daemon container besides pages, JSON.",

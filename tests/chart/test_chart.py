@@ -88,7 +88,7 @@ def test_what_the_chart_sets_is_what_the_settings_know(objects: list[dict[str, A
         parsed = {}
         for name, value in values.items():
             field = name.removeprefix("KVOFFLOAD_").lower()
-            is_json = field in ("node_resources", "node_labels", "image_pull_secrets")
+            is_json = field in ("node_resources", "node_labels", "node_pod_annotations", "image_pull_secrets")
             parsed[field] = json.loads(value) if is_json else value
         Settings.model_validate(parsed)
 

@@ -39,6 +39,7 @@ VALUES = {
     ],
     "a site's labels and registry": [
         "commonLabels.team=ml",
+        "podAnnotations.note=mesh",
         "global.imageRegistry=registry.example.com/mirror",
         f"image.node.digest={DIGEST}",
     ],

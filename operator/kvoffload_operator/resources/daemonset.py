@@ -44,6 +44,7 @@ class DaemonSetOptions:
     priority_class: str
     labels: Mapping[str, str]
     """Besides ours, which win."""
+    pod_annotations: Mapping[str, str]
     resources: Mapping[str, Mapping[str, str]]
     log_level: str
     owner: Mapping[str, str]
@@ -93,6 +94,8 @@ def build_daemonset(pool: str, spec: KVOffloadPoolSpec, *, capacity_bytes: int, 
             },
         },
     }
+    if options.pod_annotations:
+        manifest["spec"]["template"]["metadata"]["annotations"] = dict(options.pod_annotations)
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
     manifest["metadata"]["annotations"] = {SPEC_HASH_ANNOTATION: digest}
     return manifest

@@ -72,6 +72,15 @@ def test_the_site_s_labels_are_on_daemonset_and_pods_and_select_nothing() -> Non
     assert set(built["spec"]["selector"]["matchLabels"]) == {"kvoffload.io/daemon-of"}
 
 
+def test_the_site_s_annotations_are_on_the_pods_and_roll_them() -> None:
+    plain = build(CASES["daemonset"])
+    options = daemonset_options(pod_annotations={"sidecar.istio.io/inject": "false"})
+    built = build_daemonset("main", spec_of(), capacity_bytes=1 << 30, options=options)
+    assert built["spec"]["template"]["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    assert set(built["metadata"]["annotations"]) == {SPEC_HASH_ANNOTATION}
+    assert built["metadata"]["annotations"] != plain["metadata"]["annotations"]
+
+
 def test_shared_memory_counts_as_memory_and_asks_for_no_huge_page() -> None:
     daemon = build(CASES["daemonset-shared-memory"])["spec"]["template"]["spec"]["containers"][0]
     assert not [name for name in daemon["resources"]["limits"] if name.startswith("hugepages")]
