@@ -32,6 +32,7 @@ from kvoffload_operator.kube import (
     REGIONS,
     ApiServerError,
     KubeClient,
+    Manifest,
     Resource,
 )
 from kvoffload_operator.leader import Election, LeaseKeeper, LeaseTimes, NotLeader
@@ -46,6 +47,7 @@ from kvoffload_operator.workqueue import WorkQueue
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 15.0
+START_SECONDS, START_RETRY_SECONDS = 60.0, 1.0
 POOL_WORKERS = 1
 """One: two pools that overlap are planned one after the other, so that both cannot take the same pages."""
 POD_WORKERS = 4
@@ -76,9 +78,9 @@ class Operator:
         """Be a candidate, then the leader; returns when the lease is lost."""
         stop, watching = asyncio.Event(), asyncio.Event()
         try:
+            options = await self._daemonset_options()  # before the lease: nobody renews it yet while this waits
             await self._election.acquire()
             metrics.is_leader.set(1)
-            options = await self._daemonset_options()
             await self._apply_crds()
             recorder = EventRecorder(self._kube, instance=self._settings.pod_name)
             pools = PoolReconciler(
@@ -123,7 +125,7 @@ class Operator:
     async def _daemonset_options(self) -> DaemonSetOptions:
         settings = self._settings
         name = f"{settings.release}-operator"
-        deployment = await self._kube.get(DEPLOYMENTS, name, settings.namespace)
+        deployment = await self._read_deployment(name)
         if deployment is None:
             raise KVOffloadError(
                 f"Deployment {settings.namespace}/{name} is not there: it owns the DaemonSets. Set KVOFFLOAD_RELEASE"
@@ -143,6 +145,19 @@ class Operator:
             log_level=settings.log_level,
             owner={"name": name, "uid": deployment["metadata"]["uid"]},
         )
+
+    async def _read_deployment(self, name: str) -> Manifest | None:
+        """The operator's own. What the API server refuses for a while is waited for; raises ApiServerError after
+        `START_SECONDS`, so that the pod shows a lasting refusal as a crash."""
+        give_up_at = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return await self._kube.get(DEPLOYMENTS, name, self._settings.namespace)
+            except ApiServerError as error:
+                if time.monotonic() > give_up_at:
+                    raise
+                logger.warning("Deployment %s not read, again in %.0f s: %s", name, START_RETRY_SECONDS, error)
+                await asyncio.sleep(START_RETRY_SECONDS)
 
     async def _apply_crds(self) -> None:
         """Helm installs CRDs once and never upgrades them; the leader does, where it may."""
