@@ -3,10 +3,11 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from daemon_process import wait_until
 
 PROGRAMS = [
     ("kvoffload_node", "daemon"),
@@ -19,9 +20,8 @@ PROGRAMS = [
 def first_process(unshare: "subprocess.Popen[bytes]") -> Path:
     """Folder in /proc of the process that is number 1 in the namespace."""
     children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
-    while not (found := children.read_text().split()):
-        time.sleep(0.001)
-    return Path("/proc") / found[0]
+    wait_until(lambda: children.read_text() != "", pause_seconds=0.001)
+    return Path("/proc") / children.read_text().split()[0]
 
 
 def catches(process: Path, number: int) -> bool:
@@ -38,10 +38,7 @@ def test_a_program_that_is_told_to_stop_while_it_imports_ends_at_once(module: st
     )
     try:
         process = first_process(unshare)
-        deadline = time.monotonic() + 20
-        while not catches(process, signal.SIGTERM):
-            assert time.monotonic() < deadline, "it never listens"
-            time.sleep(0.001)
+        wait_until(lambda: catches(process, signal.SIGTERM), pause_seconds=0.001)
         assert "pydantic" not in (process / "maps").read_text(), "it listens only after its imports"
         subprocess.run(["kill", "-TERM", process.name], check=True)
         assert unshare.wait(5) == 0

@@ -295,23 +295,28 @@ def start_operator(plane: ControlPlane, name: str = "operator-a", *, url: str = 
     """Start a replica with the chart's permissions; `url` puts a proxy before the API server."""
     kubeconfig = plane.write_kubeconfig(name, operator_token(plane), url=url)
     log = plane.folder / f"{name}-{secrets.token_hex(3)}.log"
+    settings = {"metrics_port": str(free_port()), "release": "kvoffload", **settings}
+    return OperatorProcess(start_process(plane, "run", name, kubeconfig=kubeconfig, log=log, **settings), log, name)
+
+
+def start_process(
+    plane: ControlPlane, command: str, name: str, *, kubeconfig: Path, log: Path, **settings: str
+) -> subprocess.Popen[bytes]:
+    """Start a program of the operator's image as a pod of this name; `log` is appended to."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("KVOFFLOAD_")},
         "KUBECONFIG": str(kubeconfig),
         "KVOFFLOAD_POD_NAME": name,
-        "KVOFFLOAD_METRICS_PORT": str(free_port()),
-        "KVOFFLOAD_RELEASE": "kvoffload",
         **{f"KVOFFLOAD_{key.upper()}": value for key, value in settings.items()},
     }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvoffload_operator", "run"],
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvoffload_operator", command],
             stdout=output,
             stderr=output,
             env=environment,
             cwd=plane.folder,
         )
-    return OperatorProcess(process, log, name)
 
 
 @contextlib.contextmanager

@@ -2,18 +2,16 @@
 certificates."""
 
 import json
-import os
 import socket
 import ssl
 import subprocess
-import sys
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
 from cryptography import x509
 
-from e2e.control_plane import NAMESPACE, ControlPlane, operator_token
+from e2e.control_plane import NAMESPACE, ControlPlane, operator_token, start_process
 
 DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
 
@@ -44,21 +42,9 @@ def host_address() -> str:
 
 def start_replica(plane: ControlPlane, name: str, *, port: int, metrics_port: int) -> Replica:
     kubeconfig = plane.write_kubeconfig(name, operator_token(plane, "kvoffload-webhook"))
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("KVOFFLOAD_")},
-        "KUBECONFIG": str(kubeconfig),
-        "KVOFFLOAD_POD_NAME": name,
-        "KVOFFLOAD_WEBHOOK_PORT": str(port),
-        "KVOFFLOAD_METRICS_PORT": str(metrics_port),
-    }
-    with (plane.folder / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvoffload_operator", "webhook"],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            cwd=plane.folder,
-        )
+    ports = {"webhook_port": str(port), "metrics_port": str(metrics_port)}
+    log = plane.folder / f"{name}.log"
+    process = start_process(plane, "webhook", name, kubeconfig=kubeconfig, log=log, **ports)
     return Replica(process, name, port, metrics_port)
 
 
