@@ -1,7 +1,8 @@
 """Scheduler time of one request with 1,000 keys, ours and vLLM's own manager, as JSON: run by vLLM's Python.
 
 `python engine_scheduler.py SOCKET`: a daemon listens there. The same calls on both, in the order of vLLM's scheduler:
-the look-ups of a request that is all hits, its prepared load and its completion; and a store of as many new keys.
+the look-ups of a request that is all hits, its prepared load and its completion; and a store of as many new keys. A
+request comes when the daemon has done with the one before, as in an engine, whose steps take longer than that.
 """
 
 import json
@@ -22,6 +23,8 @@ from kvoffload_engine.manager import KVOffloadManager
 KEYS = 1000
 ROUNDS = 60
 PART_BYTES = 4096
+STEP_SECONDS = 0.01
+"""Between two requests."""
 END = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
@@ -87,36 +90,56 @@ def timed(times: list[float], function: Callable[[], Any]) -> Any:
 
 def measure(side: Any) -> dict[str, list[float]]:
     figures: dict[str, list[float]] = {"lookup": [], "load": [], "store": []}
-    manager = side.manager
     resident = new_keys(0)
-    for number in range(ROUNDS):
-        request = f"store-{number}"
-        context = ReqContext(req_id=request)
-        keys = resident if number == 0 else new_keys(number * KEYS)
-        manager.on_new_request(context)
+    fill(side, resident)
+    for number in range(1, ROUNDS + 1):
+        measure_load(side, f"load-{number}", resident, figures)
+    for number in range(1, ROUNDS + 1):
+        measure_store(side, f"store-{number}", new_keys(number * KEYS), figures)
+    return figures
 
-        def store(request: str = request, keys: list[Any] = keys, context: ReqContext = context) -> Any:
-            side.begin(request, keys)
-            for key in keys:
-                if manager.lookup(key, context) is LookupResult.MISS:
-                    break
-            output = manager.prepare_store(keys, context)
-            side.end_step()
-            return output
 
-        output = timed(figures["store"], store)
+def fill(side: Any, keys: list[Any]) -> None:
+    """Store all of these keys, in as many steps as it takes until there are slots for them."""
+    manager, context = side.manager, ReqContext(req_id="fill")
+    manager.on_new_request(context)
+    deadline = time.monotonic() + 20
+    missing = dict.fromkeys(keys)
+    while missing:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{len(missing)} of {KEYS} keys were not stored in 20 s")
+        side.begin("fill", list(missing))
+        output = manager.prepare_store(list(missing), context)
+        side.end_step()
         side.stored(output)
         stored = output.keys_to_store if output is not None else []
-        timed(figures["store"], partial(manager.complete_store, stored, context))
-        figures["store"][-2:] = [sum(figures["store"][-2:])]
-        manager.on_request_finished(context)
-        time.sleep(0.01)  # the next request comes when the daemon has slots again, as it does in an engine's step
-        if number == 0 and len(stored) < KEYS:
-            raise SystemExit(f"only {len(stored)} of {KEYS} keys were stored")
-        if number == 0:
-            for again in range(ROUNDS):
-                measure_load(side, f"load-{again}", resident, figures)
-    return figures
+        manager.complete_store(stored, context)
+        for key in stored:
+            del missing[key]
+        time.sleep(STEP_SECONDS)
+    manager.on_request_finished(context)
+
+
+def measure_store(side: Any, request: str, keys: list[Any], figures: dict[str, list[float]]) -> None:
+    manager, context = side.manager, ReqContext(req_id=request)
+    manager.on_new_request(context)
+
+    def store() -> Any:
+        side.begin(request, keys)
+        for key in keys:
+            if manager.lookup(key, context) is LookupResult.MISS:
+                break
+        output = manager.prepare_store(keys, context)
+        side.end_step()
+        return output
+
+    output = timed(figures["store"], store)
+    side.stored(output)
+    stored = output.keys_to_store if output is not None else []
+    timed(figures["store"], partial(manager.complete_store, stored, context))
+    figures["store"][-2:] = [sum(figures["store"][-2:])]
+    manager.on_request_finished(context)
+    time.sleep(STEP_SECONDS)
 
 
 def measure_load(side: Any, request: str, keys: list[Any], figures: dict[str, list[float]]) -> None:
@@ -140,17 +163,12 @@ def measure_load(side: Any, request: str, keys: list[Any], figures: dict[str, li
         manager.on_request_finished(context)
 
     timed(figures["load"], load)
+    time.sleep(STEP_SECONDS)
 
 
 def main() -> None:
     os.sched_setaffinity(0, {0})
     ours = Ours(sys.argv[1])
-    deadline = time.monotonic() + 20
-    while not ours.manager.link.wait_for_slots(KEYS) or not ours.manager.link.serving:
-        if time.monotonic() > deadline:
-            raise SystemExit("the daemon did not make the engine ready")
-        ours.manager.link.poll(0.05)
-        ours.manager.end_step()
     print(json.dumps({"ours": measure(ours), "theirs": measure(Theirs())}))
 
 

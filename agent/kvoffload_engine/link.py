@@ -308,7 +308,7 @@ class DaemonLink:
             answer.session.close(f"the daemon answered {len(answer.keys)} keys with {offsets.size} offsets")
             return
         found = zip(answer.keys, offsets.tolist(), strict=True)
-        answer.offsets = {key: offset for key, offset in found if offset >= 0}
+        answer.offsets = dict(found) if np.all(offsets >= 0) else {k: offset for k, offset in found if offset >= 0}
         answer.hits = set(answer.offsets)
         answer.is_complete = True
         if answer.is_abandoned:

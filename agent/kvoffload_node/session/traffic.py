@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from kvoffload.errors import RefusalReason
 from kvoffload.protocol.messages import Report
@@ -53,8 +54,7 @@ class Traffic:
         """Offsets of the keys, -1 for a miss. `lease_found` must follow before anything else is handled."""
         engine = session.engine
         index = engine.tenant.index
-        get = namespace.ready.get
-        offsets = [get(key, -1) for key in keys]
+        offsets = list(map(namespace.ready.get, keys, repeat(-1)))
         if engine.retired:
             ready, retired = index.ready, engine.retired
             offsets = [o if o >= 0 and ready[o].storer not in retired else -1 for o in offsets]
