@@ -7,14 +7,17 @@ import os
 import shutil
 from pathlib import Path
 
-from hack.cache import cache_root
+from hack.cache import cache_root, made_whole
 from hack.console import StepError, step
 from hack.shell import run
 
 DEFAULT_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"
 PYTHON_VERSION = "3.11"
-# torch's companions would break the import of transformers here, and nothing needs them
+TORCHVISION_VERSION = "0.28.0"
+"""The one that was built for `TORCH_VERSION`."""
+# torch's companions would break the import of transformers where their version is not torch's; models that take images
+# need torchvision, and get it from a folder of its own (`ensure_torchvision`)
 OVERRIDES = (f"torch=={TORCH_VERSION}", *(f'{name}; sys_platform=="never"' for name in
                                           ("torchaudio", "torchvision", "torchcodec")))  # fmt: skip
 
@@ -31,9 +34,7 @@ def ensure_vllm_environment(version: str = DEFAULT_VERSION) -> Path:
     marker = environment / "kvoffload-compiled"
     if marker.exists():
         return environment
-    uv = shutil.which("uv", path=f"{cache_root()}/uv/bin:{os.environ.get('PATH', '')}")
-    if uv is None:
-        raise StepError("uv is not installed: run this through make, which fetches it")
+    uv = find_uv()
     log = cache_root() / "logs" / f"vllm-{version}.log"
     with step(f"Installing vLLM {version} for the CPU into {environment} (log: {log})"):
         overrides = cache_root() / "vllm-overrides.txt"
@@ -49,6 +50,26 @@ def ensure_vllm_environment(version: str = DEFAULT_VERSION) -> Path:
         run([python, "-m", "compileall", "-q", "-j", "0", environment / "lib"], log=log, accepted_statuses=(0, 1))
     marker.touch()
     return environment
+
+
+def ensure_torchvision() -> Path:
+    """Fetch torchvision if it is not there; returns the folder to put on PYTHONPATH for a model that takes images."""
+    folder = cache_root() / f"torchvision-{TORCHVISION_VERSION}"
+    if not folder.exists():
+        log = cache_root() / "logs" / f"torchvision-{TORCHVISION_VERSION}.log"
+        python = ensure_vllm_environment() / "bin" / "python"
+        with step(f"Fetching torchvision {TORCHVISION_VERSION} (log: {log})"), made_whole(folder) as unfinished:
+            install: list[str | Path] = [find_uv(), "pip", "install", "--python", python, "--no-deps"]
+            run([*install, "--target", unfinished, f"torchvision=={TORCHVISION_VERSION}"], log=log)
+    return folder
+
+
+def find_uv() -> str:
+    """Return the path of uv, which make fetches."""
+    uv = shutil.which("uv", path=f"{cache_root()}/uv/bin:{os.environ.get('PATH', '')}")
+    if uv is None:
+        raise StepError("uv is not installed: run this through make, which fetches it")
+    return uv
 
 
 def interpreter_folder(environment: Path) -> Path:

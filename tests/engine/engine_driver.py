@@ -26,7 +26,8 @@ def run_generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
 
         name, number, path = command["adapter"]
         adapter = LoRARequest(name, number, path)
-    prompts = [TokensPrompt(prompt_token_ids=prompt, **salt) for prompt in command["prompts"]]
+    picture = make_picture(*command["picture"]) if "picture" in command else {}
+    prompts = [TokensPrompt(prompt_token_ids=prompt, **salt, **picture) for prompt in command["prompts"]]
     begin = time.monotonic()
     outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
     return {
@@ -41,6 +42,15 @@ def run_generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         ],
         "cached": [one.num_cached_tokens or 0 for one in outputs],
     }
+
+
+def make_picture(seed: int, name: str) -> dict[str, Any]:
+    """Random pixels as a prompt's picture, under the name that the caller gives it."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    return {"multi_modal_data": {"image": Image.fromarray(pixels)}, "multi_modal_uuids": {"image": [name]}}
 
 
 def run_add(llm: Any, command: dict[str, Any]) -> list[str]:

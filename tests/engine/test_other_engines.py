@@ -1,4 +1,5 @@
-"""Real engines of kinds that the other tests do not have: several KV cache groups, chunks of several blocks, adapters.
+"""Real engines of kinds that the other tests do not have: several KV cache groups, chunks of several blocks, adapters,
+pictures.
 
 Each starts an engine of its own, which takes half a minute: `make test-long`.
 """
@@ -12,8 +13,11 @@ import pytest
 from engine_process import EngineProcess, make_prompt, wait_for_slots
 from pool_daemon import PoolDaemon
 
+from hack.vllm.environment import ensure_torchvision
+
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 HIDDEN, LAYERS, RANK = 256, 2, 4
+IMAGE_TOKEN = 1000
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -116,3 +120,36 @@ def test_chunks_of_three_blocks_are_loaded_from_the_middle_of_one(pool: PoolDaem
     for of_rank, back in zip(stored, loaded, strict=True):
         assert len(back) * 9 == len(of_rank) * 5 > 0
         assert {(offset, digest) for offset, _, digest in back} <= {(offset, digest) for offset, _, digest in of_rank}
+
+
+def test_pictures_are_loaded_by_their_own_engine_only_whatever_name_they_have(pool: PoolDaemon, tmp_path: Path) -> None:
+    """vLLM's keys hold the name that the caller gives a picture, and two pods may give one name to two pictures."""
+    text = make_prompt(8300)
+    prompt = [IMAGE_TOKEN, *text]
+    pictures = [(1, "picture"), (2, "another")]
+
+    def engine_of(pod: str) -> EngineProcess:
+        return EngineProcess(
+            tmp_path / pod,
+            model="tiny-llava",
+            socket=pool.attach(pod),
+            overlay=ensure_torchvision(),
+            skip_tokenizer_init=False,
+            limit_mm_per_prompt={"image": 1},
+            block_size=32,
+        )
+
+    with engine_of("pod-a") as engine:
+        cold = [engine.generate_cold([prompt], picture=picture) for picture in pictures]
+        assert [one.cached for one in cold] == [[0], [0]]
+        assert cold[0].tokens != cold[1].tokens
+        warm = [engine.generate_cold([prompt], picture=picture) for picture in pictures]
+        assert min(one.cached[0] for one in warm) >= 288
+        assert [(one.tokens, one.logprobs) for one in warm] == [(one.tokens, one.logprobs) for one in cold]
+        without = engine.generate_cold([text])
+    with engine_of("pod-b") as engine:
+        other = engine.generate_cold([prompt], picture=(2, "picture"))
+        assert (other.cached, other.tokens, other.logprobs) == ([0], cold[1].tokens, cold[1].logprobs)
+        same = engine.generate_cold([text])
+        assert same.cached[0] >= 256, "what has no picture is shared"
+        assert (same.tokens, same.logprobs) == (without.tokens, without.logprobs)
