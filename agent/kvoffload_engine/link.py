@@ -65,12 +65,14 @@ class Answer:
     """Leased slots of the hits that were neither taken nor given back."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """What workers may be touching: packed offsets and the epoch in which they were given out."""
 
     offsets: bytes
     epoch: int
+    session: Session | None = None
+    """The one that leased them; None where they are written."""
 
 
 Holdings = Callable[[], tuple[list[Held], list[Held]]]
@@ -106,6 +108,8 @@ class DaemonLink:
         self._budget = StepBudget(step_seconds)
         self._next_report = 0.0
         # of the connector's thread
+        self._reasserted: frozenset[Held] = frozenset()
+        """Loads that the newest session leases because they were under way when it began."""
         self._lock_descriptor = -1
         self._last_epoch = 0
 
@@ -168,8 +172,8 @@ class DaemonLink:
         answer.offsets = {}
 
     def unpin(self, held: Held) -> None:
-        """Give leases back, where the present daemon knows of them: its own, or re-asserted to it."""
-        if self.session is not None and 0 < held.epoch <= self.session.welcome.epoch:
+        """Give leases back, where the present session has them."""
+        if self._is_leased(held):
             self._unpins.append(held.offsets)
 
     def flush(self) -> None:
@@ -212,9 +216,8 @@ class DaemonLink:
 
     def drop(self, held: Held) -> None:
         """The bytes of these leased slots are wrong: nobody may hit them again."""
-        session = self.session
-        if session is not None and 0 < held.epoch <= session.welcome.epoch:
-            self._send(session, Fail(session.welcome.epoch, held.offsets, drop=True))
+        if self.session is not None and self._is_leased(held):
+            self._send(self.session, Fail(self.session.welcome.epoch, held.offsets, drop=True))
 
     def begin_generation(self) -> None:
         """What was stored before is not hit any more. Unused slots go back: a store to them would count as before
@@ -261,7 +264,9 @@ class DaemonLink:
             if answer is not None:
                 answer.is_complete = True  # with no hit
         self._owed.clear()
-        self._unpins.clear()
+        # Loads that were re-asserted and ended before this thread saw the session: nobody else gives them back.
+        under_way, _ = self._holdings()
+        self._unpins = [] if session is None else [held.offsets for held in self._reasserted.difference(under_way)]
         self._budget.close_circuit()
 
     def _take(self, session: Session, message: FromDaemon) -> None:
@@ -317,6 +322,11 @@ class DaemonLink:
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         self._budget.wait_until(is_done, lambda seconds: self.poll(seconds) is not None)
 
+    def _is_leased(self, held: Held) -> bool:
+        """Whether the present session leases it: it gave it out itself, or was told of it when it began. Neither is so
+        for a load that was prepared while the connector was at it."""
+        return self.session is not None and (held.session is self.session or held in self._reasserted)
+
     def _circuit_is_open(self) -> bool:
         return self._budget.circuit_is_open(is_owed=bool(self._owed))
 
@@ -340,6 +350,7 @@ class DaemonLink:
         old_lock, self._lock_descriptor = self._lock_descriptor, lock
         if self._last_epoch:
             reads, writes = self._holdings()
+            self._reasserted = frozenset(reads)
             oldest = min([self._last_epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
             packed = (b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
             session.send(*build_reassertion(oldest, *packed))

@@ -190,7 +190,8 @@ class KVOffloadManager(OffloadingManager):
         leased = answer.offsets if answer is not None else {}
         offsets = [leased.pop(key, -1) for key in keys]
         epoch = answer.session.welcome.epoch if answer is not None else 0
-        held = Held(pack(offset for offset in offsets if offset >= 0), epoch)
+        session = answer.session if answer is not None else None
+        held = Held(pack(offset for offset in offsets if offset >= 0), epoch, session)
         # In this order: a restarting daemon is told of all loads that are here when we connect to it.
         self._loads[req_context.req_id] = Load(tuple(keys), request.namespace, held)
         if answer is None or not answer.session.is_open or -1 in offsets:

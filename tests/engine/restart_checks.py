@@ -1,7 +1,9 @@
 """Manager and workers while the real daemon is stopped, or killed and started again. Run by `check_runner.py`."""
 
 import statistics
+import threading
 import time
+from collections.abc import Callable
 
 from check_runner import Control, check, run_checks
 from toy_engine import ToyEngine, keys_of, wait_until
@@ -125,6 +127,64 @@ def a_store_that_spans_a_restart_is_dropped_and_harms_nobody(socket_path: str, c
         assert all(other.holds(40 + index, 3 * index) for index in range(10))
         wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
         assert not engine.is_hit(keys)
+
+
+def _store(engine: ToyEngine, keys: list[bytes]) -> bool:
+    """Store them in the first blocks; false until the daemon has published them."""
+    engine.store(f"s{time.monotonic_ns()}", keys, list(range(len(keys))))
+    return False
+
+
+def reconnect(engine: ToyEngine, meanwhile: Callable[[], object]) -> None:
+    """End the scheduler's session, and do this when its connector has seen what is under way and the scheduler has not
+    yet seen the new session."""
+    link = engine.manager.link
+    holdings, ended = link._holdings, link.session
+    seen, done = threading.Event(), threading.Event()
+
+    def see_and_wait() -> object:
+        found = holdings()
+        if threading.current_thread() is not threading.main_thread():
+            seen.set()
+            assert done.wait(10)
+        return found
+
+    link._holdings = see_and_wait
+    ended.close("ended by the check")
+    assert seen.wait(10)
+    meanwhile()
+    done.set()
+    wait_until(lambda: link.poll() not in (None, ended) and link.row is not None)
+
+
+@check
+def a_load_prepared_while_the_scheduler_reconnects_leaves_the_new_session_alone(
+    socket_path: str, control: Control
+) -> None:
+    with ToyEngine(socket_path) as engine:
+        keys, others = keys_of(1100, 1101), keys_of(1102)
+        wait_until(lambda: engine.is_hit(keys + others) or _store(engine, keys + others))
+        assert engine.look_up("l", keys) == [LookupResult.HIT] * 2
+        slots = []
+        reconnect(engine, lambda: slots.append(engine.manager.prepare_load(keys, ReqContext(req_id="l"))))
+        session = engine.manager.link.session
+        assert list(engine.submit_load("l", slots[0], [30, 31])) == [engine.jobs]
+        assert engine.is_hit(others)
+        assert engine.manager.link.poll() is session
+
+
+@check
+def a_load_that_ends_while_the_scheduler_reconnects_gives_its_leases_back(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
+        keys = keys_of(1110, 1111)
+        wait_until(lambda: engine.is_hit(keys) or _store(engine, keys))
+        slots = engine.prepare_load("l", keys)
+        engine.step()
+        reconnect(engine, lambda: engine.submit_load("l", slots, [30, 31]))
+        engine.step()
+        wait_until(
+            lambda: fill_the_pool(other, 300_000 + time.monotonic_ns() % 10**9) > 1400 and not other.is_hit(keys)
+        )
 
 
 if __name__ == "__main__":

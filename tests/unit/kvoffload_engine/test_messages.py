@@ -123,7 +123,7 @@ def test_a_worker_says_to_a_restarted_daemon_all_that_it_copies(engine: SimpleNa
 
 
 def unpin(link: Any, engine: SimpleNamespace) -> None:
-    link.unpin(engine.link.Held(packed(MANY), 1))
+    link.unpin(engine.link.Held(packed(MANY), 1, link.session))
     link.flush()
 
 
