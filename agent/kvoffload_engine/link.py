@@ -111,7 +111,7 @@ class DaemonLink:
         self._reasserted: frozenset[Held] = frozenset()
         """Loads that the newest session leases because they were under way when it began."""
         self._lock_descriptor = -1
-        self._last_epoch = 0
+        self._last_session: Session | None = None
 
     def connect(
         self, socket_path: str, *, make_hello: Callable[[], Hello], none_hash: Callable[[], bytes], chunks_per_step: int
@@ -348,13 +348,16 @@ class DaemonLink:
         """In the connector's thread, before anybody sees the new session: what workers may still read or write."""
         (lock,) = session.take_descriptors()
         old_lock, self._lock_descriptor = self._lock_descriptor, lock
-        if self._last_epoch:
-            reads, writes = self._holdings()
+        last = self._last_session
+        if last is not None:
+            holdings, writes = self._holdings()
+            # What was prepared when the last session had ended is leased by neither, and no worker does it.
+            reads = [held for held in holdings if held.session is last or held in self._reasserted]
             self._reasserted = frozenset(reads)
-            oldest = min([self._last_epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
+            oldest = min([last.welcome.epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
             packed = (b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
             session.send(*build_reassertion(oldest, *packed))
-        self._last_epoch = session.welcome.epoch
+        self._last_session = session
         if old_lock >= 0:
             os.close(old_lock)
 

@@ -167,6 +167,7 @@ def a_load_prepared_while_the_scheduler_reconnects_leaves_the_new_session_alone(
         assert engine.look_up("l", keys) == [LookupResult.HIT] * 2
         slots = []
         reconnect(engine, lambda: slots.append(engine.manager.prepare_load(keys, ReqContext(req_id="l"))))
+        reconnect(engine, lambda: None)
         session = engine.manager.link.session
         assert list(engine.submit_load("l", slots[0], [30, 31])) == [engine.jobs]
         assert engine.is_hit(others)

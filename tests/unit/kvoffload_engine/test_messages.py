@@ -78,12 +78,12 @@ def packed(count: int) -> bytes:
 
 def make_link(engine: SimpleNamespace, num_reads: int = 0, num_writes: int = 0) -> tuple[Any, Recorder]:
     """A link whose engine became ready, and that holds so much since epoch 1."""
-    held = engine.link.Held
-    reads, writes = [held(packed(num_reads), 1)], [held(packed(1), 1)] * num_writes
+    held, last = engine.link.Held, Recorder()
+    reads, writes = [held(packed(num_reads), 1, last)], [held(packed(1), 1)] * num_writes
     link, session = engine.link.DaemonLink(step_seconds=0.0, holdings=lambda: (reads, writes)), Recorder()
     link._connector = SimpleNamespace(current=lambda: session)
     link.poll()
-    link.row, link._is_bound, link._last_epoch = engine.slots.SlotRow(4096, (0,), (1,), (0,)), True, 1
+    link.row, link._is_bound, link._last_session = engine.slots.SlotRow(4096, (0,), (1,), (0,)), True, last
     return link, session
 
 
