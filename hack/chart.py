@@ -1,4 +1,4 @@
-"""What the chart's tests run: helm, helm-unittest, kubeconform, and JSON schemas of every kind that Kubernetes has.
+"""What the chart's tests run: helm, helm-unittest, kubeconform, promtool, and schemas of every kind that Kubernetes has.
 
 `python -m hack.chart` builds what the cache lacks; run by `make test-unit` before tests/chart. kubeconform would fetch
 schemas from the network; ours are written from the OpenAPI documents that the Go module of Kubernetes carries, which
@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from hack.cache import cache_root, made_whole
+from hack.cluster.packages import PROMTOOL, ensure_packages
 from hack.cluster.programs import PROGRAMS, GoProgram, download_module, ensure_program
 from hack.cluster.settings import KUBERNETES_VERSION
 from hack.console import main_guard, step
@@ -83,6 +84,7 @@ def find_chart_tools() -> ChartTools:
 def ensure_chart_tools() -> ChartTools:
     """Build and write what the cache lacks."""
     tools = find_chart_tools()
+    ensure_packages(cache_root() / "logs" / "chart.log", PROMTOOL)
     for program in (HELM, HELM_UNITTEST, KUBECONFORM):
         ensure_program(program, log=cache_root() / "logs" / "chart.log")
     if not tools.schemas.exists():

@@ -1,6 +1,7 @@
 """Debian packages that the cluster and the images need: installed when missing, their services kept from starting."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from hack.console import StepError, require_root, say, step
@@ -23,14 +24,20 @@ PACKAGES = {
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 
-def find_missing_packages() -> list[str]:
+PROMTOOL = {"promtool": "prometheus"}
+"""What the tests of the alert rules need, where the cluster's packages are not installed yet."""
+CHROMIUM = {"chromium": "chromium"}
+"""What photographs the dashboard."""
+
+
+def find_missing_packages(packages: Mapping[str, str]) -> list[str]:
     """Return the packages whose program is not on this machine."""
-    return [package for shown_by, package in PACKAGES.items() if not shutil.which(shown_by)]
+    return [package for shown_by, package in packages.items() if not shutil.which(shown_by)]
 
 
-def ensure_packages(log: Path) -> None:
+def ensure_packages(log: Path, packages: Mapping[str, str] = PACKAGES) -> None:
     """Install what is missing. Debian's prometheus would start a server: policy-rc.d forbids that meanwhile."""
-    missing = find_missing_packages()
+    missing = find_missing_packages(packages)
     if not missing:
         return
     require_root(f"Debian packages are missing ({', '.join(missing)})")
@@ -48,7 +55,7 @@ def ensure_packages(log: Path) -> None:
         finally:
             if not has_own_policy:
                 POLICY.unlink()
-    still_missing = find_missing_packages()
+    still_missing = find_missing_packages(packages)
     if still_missing:
         raise StepError(
             f"apt-get installed {' '.join(missing)} but the programs of {still_missing} are absent", log=log

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hack.cache import cache_root
+from hack.cluster.packages import CHROMIUM, ensure_packages
 from hack.docs.panels import PANELS, Panel, Query, Unit
 from hack.docs.prometheus import Series, query_range
 
@@ -155,7 +157,8 @@ def show(value: float, unit: Unit) -> str:
 
 
 def photograph(source: Path, out: Path) -> None:
-    """Render a page to a PNG as high as it is."""
+    """Render a page to a PNG as high as it is; installs Chromium where there is none."""
+    ensure_packages(cache_root() / "logs" / "chromium.log", CHROMIUM)
     graphs = sum(not panel.is_figure for panel in PANELS)
     height = 190 + -(-graphs // 2) * (PANEL_HEIGHT + 62)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ def begin_something(*_, **__):
 
 
 def test_missing_packages_are_named_and_apt_is_not_called(log, monkeypatch):
-    monkeypatch.setattr(packages, "find_missing_packages", lambda: ["runc", "buildah"])
+    monkeypatch.setattr(packages, "find_missing_packages", lambda _: ["runc", "buildah"])
     monkeypatch.setattr(packages, "run", begin_something)
     with pytest.raises(StepError, match=r"missing \(runc, buildah\); run this as root, or with sudo"):
         packages.ensure_packages(log)
