@@ -1,4 +1,4 @@
-"""What the chart's tests run: helm, helm-unittest, kubeconform, promtool, and schemas of every kind that Kubernetes has.
+"""What the chart's tests run: helm, helm-unittest, kubeconform, promtool, and JSON schemas of all Kubernetes kinds.
 
 `python -m hack.chart` builds what the cache lacks; run by `make test-unit` before tests/chart. kubeconform would fetch
 schemas from the network; ours are written from the OpenAPI documents that the Go module of Kubernetes carries, which
