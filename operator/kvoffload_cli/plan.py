@@ -10,7 +10,8 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
-from kvoffload.api.pool import MAX_POOL_NAME_LENGTH, POOL_NAME_PATTERN, KVOffloadPool
+from kvoffload.api.pool import MAX_POOL_NAME_LENGTH, POOL_NAME_PATTERN, KVOffloadPool, PageSize
+from kvoffload.api.reservation import RESTART_KUBELET, pages_file, raise_beside_others
 from kvoffload.errors import InvalidSpec
 from kvoffload.layout.model_bytes import AttentionKind, read_shape
 from kvoffload.units import format_bytes, parse_quantity
@@ -61,6 +62,8 @@ def command(
     shape = read_shape(config)
     if not capacity and not node_memory:
         raise typer.BadParameter("give --node-memory, or the pool's --capacity")
+    if capacity and node_memory:
+        raise typer.BadParameter("give --node-memory or --capacity, not both: the second is the pool's size as it is")
     engine = Engine(
         shape=shape,
         tensor_parallel=tensor_parallel,
@@ -111,7 +114,7 @@ def as_document(plan: SizingPlan, *, model: str, source: str, pool: str) -> dict
         "pageSize": plan.page_name,
         "pages": plan.num_pages,
         "quotas": [asdict(quota) for quota in plan.quotas],
-        "notes": list(plan.engine.shape.notes),
+        "notes": list(plan.notes),
         "commands": reserve_commands(plan),
         "manifest": pool_manifest(plan, pool),
     }
@@ -126,7 +129,7 @@ def render(console: Console, plan: SizingPlan, *, model: str, source: str, pool:
         [
             f"{model} ({source})",
             f"{shape.model_type}, {shape.num_layers} layers, {shape.attention.value}, KV in {kv.kv_dtype}",
-            *(f"note: {note}" for note in shape.notes),
+            *(f"note: {note}" for note in plan.notes),
         ],
     )
     labelled(
@@ -191,18 +194,23 @@ def formula(plan: SizingPlan) -> str:
 
 
 def reserve_commands(plan: SizingPlan) -> list[str]:
-    """Shell lines that reserve the pages on a node. Both need a restarted kubelet, which counts pages only at start."""
-    if plan.page_name == "1Gi":
+    """Shell lines that reserve the pages on a node, beside those in use; the kubelet counts pages only at its start."""
+    size = PageSize(plan.page_name)
+    command = raise_beside_others(size, plan.num_pages)
+    if size is PageSize.GI_1:
         return [
-            "# on each node: 1Gi pages want unbroken memory, so reserve them on the kernel command line and reboot",
-            f"#   hugepagesz=1G hugepages={plan.num_pages}",
-            "mkdir -p /dev/hugepages-1Gi && mount -t hugetlbfs -o pagesize=1G none /dev/hugepages-1Gi",
+            "# on each node: put what this prints on the kernel's command line and reboot (1Gi wants unbroken memory)",
+            command,
+            "# mounted now and at every start; or leave that to us: hugetlbfsMount: Managed in the pool",
+            "grep -q /dev/hugepages-1Gi /etc/fstab || "
+            "echo 'none /dev/hugepages-1Gi hugetlbfs pagesize=1G 0 0' >> /etc/fstab",
+            "mkdir -p /dev/hugepages-1Gi && mount /dev/hugepages-1Gi",
         ]
     return [
-        "# on each node, early after its start, while memory is unbroken",
-        f"echo 'vm.nr_hugepages = {plan.num_pages}' > /etc/sysctl.d/90-kvoffload.conf && sysctl --system",
-        "grep HugePages_Total /proc/meminfo   # the kernel reserves what it can: compare",
-        "systemctl restart kubelet            # it counts pages only when it starts",
+        "# on each node, early after its start, while memory is unbroken; adds to the pages in use, never lowers",
+        command,
+        f"cat {pages_file(size)}   # the kernel reserves what it can: compare",
+        f"{RESTART_KUBELET}   # it counts pages only when it starts",
     ]
 
 
@@ -215,6 +223,8 @@ def pool_manifest(plan: SizingPlan, pool: str) -> str:
         f"  name: {_yaml_string(pool)}",
         "spec:",
         '  nodeSelector: {nvidia.com/gpu.present: "true"}',
+        "  tolerations:",
+        "  - {key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}",
         f"  capacity: {format_bytes(plan.capacity_bytes)}",
         f"  pageSize: {plan.page_name}",
     ]

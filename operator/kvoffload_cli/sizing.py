@@ -72,6 +72,16 @@ class SizingPlan:
     quotas: tuple[QuotaPlan, ...]
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures leave out, or take for granted."""
+        shape, num_ranks = self.engine.shape, self.engine.tensor_parallel
+        larger, smaller = max(shape.num_kv_heads, num_ranks), min(shape.num_kv_heads, num_ranks)
+        if shape.is_mla or larger % max(1, smaller) == 0:
+            return shape.notes
+        uneven = f"{shape.num_kv_heads} KV heads and --tp {num_ranks} do not divide: most models of vLLM refuse that"
+        return (*shape.notes, uneven)
+
+    @property
     def num_slots(self) -> int:
         """Chunks that fit."""
         return self.num_extents * self.slots_per_extent
@@ -143,8 +153,17 @@ def plan_sizing(
     below, above = nearest_multiples(capacity_bytes, page_bytes)
     if below != above or capacity_bytes == 0:
         raise InvalidSpec(
-            f"capacity {format_bytes(capacity_bytes)} is no positive multiple of {page_name} pages; the nearest are "
-            f"{format_bytes(below or page_bytes)} and {format_bytes(above or page_bytes)}"
+            f"capacity {format_bytes(capacity_bytes)} is no positive multiple of {page_name} pages; "
+            + (
+                f"the nearest are {format_bytes(below)} and {format_bytes(above)}"
+                if below
+                else f"the smallest is {page_name}"
+            )
+        )
+    heads = engine.shape.num_attention_heads
+    if heads % engine.tensor_parallel:
+        raise InvalidSpec(
+            f"--tp {engine.tensor_parallel} does not divide the model's {heads} attention heads: vLLM would not start"
         )
     kv = plan_kv_bytes(
         engine.shape,

@@ -86,6 +86,8 @@ class ModelShape:
     num_kv_heads: int
     head_elements: int
     dtype: str
+    num_attention_heads: int = 0
+    """0 where the configuration does not say."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -160,7 +162,8 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
             or config.get("dtype")
             or "bfloat16"
         ),
-        notes=_notes(text, is_mla=is_mla, latent=latent, model_type=model_type),
+        num_attention_heads=heads,
+        notes=_notes(text, num_layers=num_layers, is_mla=is_mla, latent=latent, model_type=model_type),
     )
 
 
@@ -213,14 +216,27 @@ def _architecture(config: Mapping[str, object]) -> str:
     return str(architectures[0]) if isinstance(architectures, list) and architectures else "unknown"
 
 
-def _notes(text: Mapping[str, object], *, is_mla: bool, latent: int, model_type: str) -> tuple[str, ...]:
+def _windowed_layers(text: Mapping[str, object], num_layers: int) -> str:
+    """Which layers keep only a window of tokens, in words; empty where none does, as far as the configuration tells."""
+    layer_types, window = text.get("layer_types"), _optional(text, "sliding_window")
+    if isinstance(layer_types, list):
+        windowed = sum(1 for kind in layer_types if kind != "full_attention")
+        return f"{windowed} layers have a sliding window" if windowed else ""
+    if window < 1 or text.get("use_sliding_window") is False:
+        return ""
+    every = _optional(text, "sliding_window_pattern")
+    if every > 0:
+        return f"{num_layers - num_layers // every} layers have a sliding window"
+    return f"the configuration has a sliding window of {window} tokens, and does not say for which layers"
+
+
+def _notes(
+    text: Mapping[str, object], *, num_layers: int, is_mla: bool, latent: int, model_type: str
+) -> tuple[str, ...]:
     notes = []
-    layer_types = text.get("layer_types")
-    windowed = sum(1 for kind in layer_types if kind != "full_attention") if isinstance(layer_types, list) else 0
+    windowed = _windowed_layers(text, num_layers)
     if windowed:
-        notes.append(
-            f"{windowed} layers have a sliding window; the figures count them as full attention and are an upper bound"
-        )
+        notes.append(f"{windowed}; the figures count every layer as full attention and are an upper bound")
     if latent and not is_mla:
         notes.append(f"kv_lora_rank is set, but vLLM 0.32 has no MLA layout for model_type {model_type!r}")
     if _optional(text, "num_nextn_predict_layers"):

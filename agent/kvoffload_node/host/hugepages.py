@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffload.api.conditions import RegionReason
+from kvoffload.api.pool import PageSize
+from kvoffload.api.reservation import reserve_remedy
 from kvoffload.units import format_bytes
 from kvoffload_node.host.paths import HostPaths
 
@@ -109,10 +111,12 @@ def explain_shortage(paths: HostPaths, *, wanted_bytes: int, page_bytes: int) ->
             f"{numbers}; raise the daemon's hugepages limit, which the operator sets to the capacity",
         )
     missing_pages = -(-(wanted_bytes - free_bytes) // page_bytes)
+    size = next((one for one in PageSize if one.num_bytes == page_bytes), None)
+    wanted_pages = max(1, missing_pages) + (counts.total if counts else 0)
     return (
         RegionReason.PAGES_UNAVAILABLE,
-        f"{numbers}; reserve {max(1, missing_pages)} more pages on the node (at boot: hugepagesz, hugepages), lower "
-        "the pool's capacity, or stop who holds them",
+        f"{numbers}; lower the pool's capacity, stop who holds the pages, or reserve {max(1, missing_pages)} more pages"
+        + (f": {reserve_remedy(size, wanted_pages)}" if size else ""),
     )
 
 

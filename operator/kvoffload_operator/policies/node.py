@@ -10,8 +10,9 @@ from datetime import datetime
 from enum import StrEnum
 
 from kvoffload.api.conditions import RegionCondition, RegionReason, find
-from kvoffload.api.pool import Fallback, KVOffloadPoolSpec, PageSize
+from kvoffload.api.pool import Fallback, KVOffloadPoolSpec
 from kvoffload.api.region import KVOffloadRegion
+from kvoffload.api.reservation import reserve_remedy
 from kvoffload.units import format_bytes
 from kvoffload_operator.observe import ObservedDaemonPod, ObservedNode
 
@@ -66,9 +67,6 @@ class NodeViolation:
 
 NodeCheck = Callable[[NodeFacts], NodeViolation | None]
 
-_SYSFS = {PageSize.MI_2: "hugepages-2048kB", PageSize.GI_1: "hugepages-1048576kB"}
-_BOOT = {PageSize.MI_2: "hugepagesz=2M hugepages={pages}", PageSize.GI_1: "hugepagesz=1G hugepages={pages}"}
-
 
 def is_short_of_pages(facts: NodeFacts) -> NodeViolation | None:
     """The node's allocatable pages, less those of other pools, do not hold the capacity."""
@@ -91,9 +89,8 @@ def is_short_of_pages(facts: NodeFacts) -> NodeViolation | None:
         NodeState.SHORT_OF_PAGES,
         RegionReason.NODE_SHORT_OF_PAGES,
         f"node {node.name} has {format_bytes(allocatable)} of allocatable {size.value} pages{taken}, needed "
-        f"{format_bytes(spec.capacity)}: {missing_pages} pages too few. On the node run `echo {wanted_pages} > "
-        f"/sys/kernel/mm/hugepages/{_SYSFS[size]}/nr_hugepages` (for good: kernel arguments `"
-        f"{_BOOT[size].format(pages=wanted_pages)}`) and restart the kubelet, or lower the pool's capacity",
+        f"{format_bytes(spec.capacity)}: {missing_pages} pages too few. Lower the pool's capacity, or "
+        f"{reserve_remedy(size, wanted_pages)}",
     )
 
 

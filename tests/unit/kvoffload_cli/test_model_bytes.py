@@ -68,10 +68,20 @@ def test_latent_rank_of_an_unknown_model_type_is_not_mla_and_is_said() -> None:
 
 
 def test_sliding_window_layers_are_said_to_be_an_upper_bound() -> None:
-    shape = read_shape({**TINY_LLAMA, "layer_types": ["sliding_attention", "full_attention"]})
-    assert shape.notes == (
-        "1 layers have a sliding window; the figures count them as full attention and are an upper bound",
-    )
+    bound = "; the figures count every layer as full attention and are an upper bound"
+    some, all_or_some = "1 layers have a sliding window", "the configuration has a sliding window of 1024 tokens"
+    of_gemma = {"sliding_window": 1024, "sliding_window_pattern": 2}
+    for config, expected in (
+        ({"layer_types": ["sliding_attention", "full_attention"]}, some),
+        (of_gemma, some),
+        ({"sliding_window": 1024}, f"{all_or_some}, and does not say for which layers"),
+    ):
+        assert read_shape({**TINY_LLAMA, **config}).notes == (expected + bound,)
+
+
+def test_no_window_is_seen_where_the_configuration_switches_it_off() -> None:
+    for config in ({"sliding_window": None}, {"sliding_window": 0}, {"sliding_window": 9, "use_sliding_window": False}):
+        assert read_shape({**TINY_LLAMA, **config}).notes == ()
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,33 @@ def test_neither_capacity_nor_memory_is_refused() -> None:
     assert "--node-memory" in result.output
 
 
+def test_both_capacity_and_memory_are_refused() -> None:
+    arguments = ["--model", "deepseek-ai/DeepSeek-V3", "--capacity", "4Gi", "--node-memory", "1Ti"]
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert "not both" in result.output
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused_as_vllm_does() -> None:
+    with pytest.raises(InvalidSpec, match="--tp 3 does not divide the model's 64 attention heads"):
+        plan_sizing(Engine(shape=LLAMA_70B, tensor_parallel=3), capacity_bytes=GIB, page_name="2Mi")
+
+
+def test_kv_heads_that_do_not_divide_are_said(tmp_path: Path) -> None:
+    config = {**TINY, "num_hidden_layers": 2, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "note: 8 KV heads and --tp 12 do not divide" in run_plan(
+        "--model", str(tmp_path), "--tp", "12", "--capacity", "4Gi"
+    )
+    assert "do not divide" not in run_plan("--model", str(tmp_path), "--tp", "16", "--capacity", "4Gi")
+
+
+def test_the_planned_pool_runs_on_tainted_gpu_nodes() -> None:
+    (manifest,) = [run_plan(*GOLDEN_PLANS["plan-deepseek-v3"], "-o", "json")]
+    (toleration,) = yaml.safe_load(json.loads(manifest)["manifest"])["spec"]["tolerations"]
+    assert toleration == {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+
+
 @pytest.mark.parametrize("tp", [1, 2, 8, 16])
 def test_a_replicated_pool_holds_the_same_tokens_for_any_number_of_ranks(tp: int) -> None:
     plan = plan_sizing(
@@ -182,6 +209,9 @@ def test_chunk_larger_than_an_extent_is_refused_with_what_to_change() -> None:
 def test_capacity_between_pages_names_the_nearest() -> None:
     with pytest.raises(InvalidSpec, match="100Mi and 102Mi"):
         plan_sizing(Engine(shape=DEEPSEEK_V3, tensor_parallel=1), capacity_bytes=100 * 2**20 + 1, page_name="2Mi")
+    for too_small in (0, 1 << 20):
+        with pytest.raises(InvalidSpec, match=r"the smallest is 2Mi$"):
+            plan_sizing(Engine(shape=DEEPSEEK_V3, tensor_parallel=1), capacity_bytes=too_small, page_name="2Mi")
 
 
 def test_a_quarter_of_the_node_is_left_to_vllm_and_never_less_than_16_gib() -> None:

@@ -44,7 +44,7 @@ def test_without_the_hugetlb_controller_there_is_no_limit() -> None:
 def test_case_21_a_shortage_is_told_with_asked_free_and_limit_and_the_remedy() -> None:
     reason, message = explain_shortage(TWO, wanted_bytes=1024 * MIB, page_bytes=PAGE_2M)
     assert reason == "PagesUnavailable"
-    for number in ("1Gi", "560Mi", "256Mi", "reserve 232 more pages"):
+    for number in ("1Gi", "560Mi", "256Mi", "reserve 232 more pages", "|| n=744;"):
         assert number in message
 
 
