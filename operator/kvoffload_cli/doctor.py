@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
-from kvoffload_cli.facts import ClusterFacts
+from kvoffload_cli.facts import ClusterFacts, Part
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_cluster
 from kvoffload_cli.options import Context, Kubeconfig, Output
@@ -20,7 +20,8 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 def command(kubeconfig: Kubeconfig = None, context: Context = None, output: Output = OutputFormat.TEXT) -> None:
     """Find what is wrong, with the remedy.
 
-    Check nodes, pages, webhook, certificates, CRDs, pools and pods; status 1 if anything is an error.
+    Check nodes, pages, webhook, certificates, CRDs, pools and pods; status 1 if anything is an error, 2 if the
+    pools could not be read.
     """
     facts = observe_cluster(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
     findings = run_checks(facts)
@@ -29,12 +30,14 @@ def command(kubeconfig: Kubeconfig = None, context: Context = None, output: Outp
         print_json(console, as_document(facts, findings))
     else:
         render(console, facts, findings)
-    raise typer.Exit(exit_status(findings))
+    raise typer.Exit(exit_status(facts, findings))
 
 
-def exit_status(findings: list[Finding]) -> int:
-    """1 where something is an error, 0 for warnings alone."""
-    return int(any(finding.severity is Severity.ERROR for finding in findings))
+def exit_status(facts: ClusterFacts, findings: list[Finding]) -> int:
+    """1 where something is an error, 2 where pools could not be read and nothing is known, 0 for warnings alone."""
+    if any(finding.severity is Severity.ERROR for finding in findings):
+        return 1
+    return 2 if Part.POOLS in facts.unread else 0
 
 
 def as_document(facts: ClusterFacts, findings: list[Finding]) -> dict[str, Any]:
@@ -53,8 +56,6 @@ def render(console: Console, facts: ClusterFacts, findings: list[Finding]) -> No
         head = f"[{style}]{finding.severity.value:<8}[/{style}] [bold]{escape(finding.subject)}[/bold]"
         console.print(f"{head} {escape(finding.message)}", soft_wrap=True)
         console.print(f"{'':<8} -> {escape(finding.remedy)}", soft_wrap=True)
-    for sentence in facts.unreadable:
-        console.print(f"not checked: {escape(sentence)}", soft_wrap=True)
     counts = ", ".join(f"{count} {name}" for name, count in looked_at(facts).items())
     errors = sum(finding.severity is Severity.ERROR for finding in findings)
     console.print(

@@ -18,7 +18,7 @@ from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_pod
 from kvoffload_cli.options import Context, Kubeconfig, Output
 from kvoffload_cli.output import OutputFormat, labelled, make_console, print_json, show_bytes
-from kvoffload_cli.remedies import SKIP_REMEDIES
+from kvoffload_cli.remedies import SKIP_REMEDIES, remedy_of_missed, why_missed
 from kvoffload_cli.status import condition_text
 
 app = typer.Typer(help="Explain one object.", no_args_is_help=True)
@@ -68,13 +68,10 @@ def render(console: Console, explanations: list[Explanation]) -> None:
 
 
 def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Explanation]:
-    """Answer every question that makes sense for this pod. Raises InvalidSpec for a pod without the opt-in label."""
+    """Answer every question that makes sense for this pod. Raises InvalidSpec for a pod that was not observed."""
     pod = next((one for one in facts.pods if (one.namespace, one.name) == (namespace, name)), None)
     if pod is None:
-        raise InvalidSpec(
-            f"no pod {namespace}/{name} with the label {keys.POOL_LABEL}; label the pod template with "
-            f"{keys.POOL_LABEL}: <pool> and let the pod be created anew"
-        )
+        raise InvalidSpec(f"no labelled pod {namespace}/{name}")
     if facts.unreadable:
         return _explain_without_pools(facts, pod)
     pool = facts.pool(pod.pool)
@@ -94,10 +91,13 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
         answers.append(
             Explanation(
                 "Bytes",
-                tuple(
-                    f"{engine.engine_id}: stored {show_bytes(engine.stored_bytes)}, "
-                    f"loaded {show_bytes(engine.loaded_bytes)}"
-                    for engine in engines
+                (
+                    *(
+                        f"{engine.engine_id}: stored {show_bytes(engine.stored_bytes)}, "
+                        f"loaded {show_bytes(engine.loaded_bytes)}"
+                        for engine in engines
+                    ),
+                    *_about_age(facts, pod),
                 ),
             )
         )
@@ -106,7 +106,7 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
 
 def _explain_without_pools(facts: ClusterFacts, pod: OptedInPod) -> list[Explanation]:
     """What the pod alone says, where the user may not read pools and regions."""
-    ask = "ask an administrator for the ClusterRole kvoffload-viewer: pools and regions say what became of the pod"
+    ask = f"ask an administrator for the ClusterRole {facts.viewer_role}: pools and regions say what became of the pod"
     return [
         _about_pod(pod),
         Explanation("Pool", (pod.pool,)),
@@ -121,6 +121,12 @@ def _about_pod(pod: OptedInPod) -> Explanation:
 
 
 def _about_pool(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool | None) -> Iterator[str]:
+    if pool is None and not facts.serves_pools:
+        yield f"{pod.pool}: the cluster has no kind KVOffloadPool, its CRDs are not installed"
+        return
+    if pool is None and not facts.is_absent(pod.pool):
+        yield f"{pod.pool} is there, and this version of the plugin cannot read it: {'; '.join(facts.invalid)}"
+        return
     if pool is None:
         yield f"{pod.pool} does not exist; there are: {', '.join(one.name for one in facts.pools) or 'none'}"
         return
@@ -143,8 +149,8 @@ def _about_injection(pod: OptedInPod) -> Iterator[str]:
     elif pod.skip_reason:
         yield f"no: {pod.skip_reason} (a reason that this version of the plugin does not know)"
     else:
-        yield "no: no webhook answered when the pod was created"
-        yield "once `kubectl kvoffload doctor` finds the webhook ready, recreate the pod"
+        yield f"no: {why_missed(pod)}"
+        yield remedy_of_missed(pod)
 
 
 def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
@@ -155,11 +161,35 @@ def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Ite
         since = f" since {engine.attached_since:%Y-%m-%d %H:%M:%S} UTC" if engine.attached_since else ""
         model = engine.model or "unnamed"
         yield f"engine {engine.engine_id}{since}, {engine.tensor_parallel_size} ranks, model {model}"
-    if not engines and pod.ready_since is None:
+    if pod.ready_since is None and (pod.num_restarts or pod.waiting):
+        yield from _about_restarts(pod)
+    elif not engines and pod.ready_since is None:
         yield "not yet: an engine attaches when it has loaded its weights"
     elif not engines:
         yield "no: the pod serves without offload"
         yield f"kubectl -n {pod.namespace} logs {pod.name} | grep -i kvoffload   # the plugin says in one line why"
+
+
+def _about_restarts(pod: OptedInPod) -> Iterator[str]:
+    waits = f", now {pod.waiting}" if pod.waiting else ""
+    if not pod.num_restarts and not pod.last_end:
+        yield f"not yet: the pod waits: {pod.waiting}"
+        return
+    times = "once" if pod.num_restarts == 1 else f"{pod.num_restarts} times"
+    ended = f", ended last: {pod.last_end}" if pod.last_end else ""
+    yield f"no: the pod's containers were started again {times}{ended}{waits}"
+    yield f"kubectl -n {pod.namespace} logs {pod.name} --previous"
+
+
+def _about_age(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
+    """How old the figures are: a daemon writes them down every half minute, while loads go on."""
+    region = facts.region(pool=pod.pool, node=pod.node)
+    written = None if region is None else facts.reported_at.get(region.name)
+    if written is not None:
+        age = max(0, round((facts.now - written).total_seconds()))
+        yield f"as the daemon reported at {written:%Y-%m-%d %H:%M:%S} UTC, {age} s ago; it reports every 30 s"
+    else:
+        yield "as the daemon reported last; it reports every 30 s"
 
 
 def _about_layout(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
@@ -182,7 +212,7 @@ def _about_sharing(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool) ->
         else [
             engine
             for engine in region.status.engines
-            if (engine.pod_namespace, engine.pod_name) != (pod.namespace, pod.name)
+            if (engine.pod_namespace, engine.pod_name) != (pod.namespace, pod.name) and not declined_offload(engine)
         ]
     )
     if pool.spec.sharing is Sharing.POD:

@@ -3,9 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 
 from kvoffload.api.pool import KVOffloadPool
 from kvoffload.api.region import KVOffloadRegion, RegionEngine
+
+
+class Part(StrEnum):
+    """What is read of a cluster, one collection or kind each. Checks over a part that was not read are silent."""
+
+    POOLS = "pools"
+    REGIONS = "regions"
+    PODS = "pods"
+    NODES = "nodes"
+    DEPLOYMENTS = "Deployments"
+    DAEMONSETS = "DaemonSets"
+    SECRETS = "the release's Secrets"
+    WEBHOOKS = "webhook configurations"
+    CRDS = "CRDs"
+    VERSION = "the server's version"
+    WEBHOOK_CALL = "the webhook's answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +60,13 @@ class OptedInPod:
     skip_reason: str
     predicted_layout: str
     has_volume: bool
+    label_is_late: bool | None = None
+    """Whether the label came after the pod was created; None where that cannot be told."""
+    num_restarts: int = 0
+    last_end: str = ""
+    """How a container ended last, empty if none did."""
+    waiting: str = ""
+    """Why containers wait, empty if none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,26 @@ class DaemonPod:
     num_restarts: int
     waiting: str
     """Why a container waits or the pod is not scheduled, empty if neither."""
+    is_deleting: bool = False
+    created_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonSetFacts:
+    """A pool's DaemonSet, as far as its rollout goes."""
+
+    namespace: str
+    name: str
+    pool: str
+    num_desired: int
+    num_updated: int
+    is_observed: bool
+    """Whether the numbers are of its newest template."""
+
+    @property
+    def is_rolling_out(self) -> bool:
+        """Whether pods of an older template are still to be replaced."""
+        return not self.is_observed or self.num_updated < self.num_desired
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +113,7 @@ class Workload:
     component: str
     num_desired: int
     num_ready: int
+    release: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +156,7 @@ class ClusterFacts:
     pools: tuple[KVOffloadPool, ...] = ()
     regions: tuple[KVOffloadRegion, ...] = ()
     daemons: tuple[DaemonPod, ...] = ()
+    daemonsets: tuple[DaemonSetFacts, ...] = ()
     workloads: tuple[Workload, ...] = ()
     webhooks: tuple[WebhookFacts, ...] = ()
     serving_certificates: tuple[CertificateFacts, ...] = ()
@@ -119,7 +165,17 @@ class ClusterFacts:
     crds: tuple[CRDFacts, ...] = ()
     pods: tuple[OptedInPod, ...] = ()
     unreadable: tuple[str, ...] = ()
-    """What RBAC kept from this user, one sentence each; checks over it are silent, and doctor says so."""
+    """What could not be read, by RBAC or by a failure, one sentence each."""
+    unread: frozenset[Part] = frozenset()
+    """The parts of those sentences: unknown, which is not the same as empty."""
+    viewer_role: str = ""
+    """The ClusterRole that would let this user read pools and regions; empty where both were read."""
+    serves_pools: bool = True
+    """Whether the API server has the kind KVOffloadPool."""
+    operator_runs: bool | None = None
+    """Whether an operator is ready; None where that was not looked at, or may not be."""
+    reported_at: Mapping[str, datetime] = field(default_factory=dict)
+    """When the status of a pool or region was written last, by the object's name."""
     invalid: tuple[str, ...] = ()
     """Objects that this version cannot read, one sentence each."""
     engines: Mapping[tuple[str, str], tuple[RegionEngine, ...]] = field(default_factory=dict)
@@ -128,6 +184,11 @@ class ClusterFacts:
     def pool(self, name: str) -> KVOffloadPool | None:
         """The pool of that name."""
         return next((pool for pool in self.pools if pool.name == name), None)
+
+    def is_absent(self, name: str) -> bool:
+        """Whether there surely is no pool of that name: pools were read, and none that is invalid has it."""
+        known = self.pool(name) is not None or any(one.startswith(f"KVOffloadPool {name}: ") for one in self.invalid)
+        return not known and Part.POOLS not in self.unread
 
     def region(self, *, pool: str, node: str) -> KVOffloadRegion | None:
         """The region of a pool on a node."""

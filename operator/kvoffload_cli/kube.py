@@ -20,6 +20,10 @@ class ClusterUnavailable(KVOffloadError):
     """The API server, or the way to it, does not answer as needed."""
 
 
+class ReadFailed(ClusterUnavailable):
+    """The API server answers, and this one request failed: what it asked for is unknown."""
+
+
 class Denied(KVOffloadError):
     """RBAC does not let this user read it, or a policy refuses what was tried."""
 
@@ -106,7 +110,7 @@ class ClusterReader:
         if manifest is not None and 400 <= response.status < 500:  # a site's policy, not RBAC
             raise Denied(f"a dry run of creating in {path} was refused ({response.status}): {_message(text)}")
         if response.status >= 400:
-            raise ClusterUnavailable(f"asking {path} failed ({response.status}): {_message(text)}")
+            raise ReadFailed(f"asking {path} failed ({response.status}): {_message(text)}")
         return text
 
 

@@ -15,13 +15,18 @@ from kvoffload.errors import InvalidSpec
 from kvoffload.units import parse_quantity
 from kvoffload_cli.facts import (
     ClusterFacts,
+    CRDFacts,
     DaemonPod,
+    DaemonSetFacts,
     NodeFacts,
     NodePages,
     OptedInPod,
+    Part,
     Workload,
 )
-from kvoffload_cli.kube import Denied, Reader
+from kvoffload_cli.kube import Denied, Reader, ReadFailed
+from kvoffload_cli.observe_absence import explain_absence
+from kvoffload_cli.observe_pods import came_label_late, count_restarts, last_end, timestamp, waiting_reasons
 from kvoffload_cli.observe_release import (
     Manifest,
     certificate_facts,
@@ -30,6 +35,7 @@ from kvoffload_cli.observe_release import (
     serving_certificate,
     webhook_facts,
 )
+from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS, does_operator_run, find_viewer_role
 
 _T = TypeVar("_T", KVOffloadPool, KVOffloadRegion)
 
@@ -37,7 +43,6 @@ API = f"/apis/{keys.GROUP}/{keys.VERSION}"
 POOLS, REGIONS = f"{API}/{keys.POOL_PLURAL}", f"{API}/{keys.REGION_PLURAL}"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 ADMISSION = "/apis/admissionregistration.k8s.io/v1"
-OURS = "app.kubernetes.io/name=kvoffload"
 PROBE_PATH = "/api/v1/namespaces/default/pods"
 PROBE_TRIES = 3
 """One call that takes longer than the webhook's timeout, on a busy node, is not what is looked for."""
@@ -62,28 +67,47 @@ FINISHED = ("Succeeded", "Failed")
 
 
 class Observation:
-    """Reads one thing after the other, and keeps what could not be read instead of stopping there."""
+    """Reads one thing after the other, and keeps what could not be read instead of stopping there: it is unknown."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.unreadable: list[str] = []
+        self.unread: set[Part] = set()
         self.invalid: list[str] = []
+        self.reported_at: dict[str, datetime] = {}
 
-    def collection(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:
-        """A collection; empty, and noted, where RBAC forbids it."""
+    def note(self, part: Part, error: Exception) -> None:
+        """Keep what could not be read."""
+        self.unread.add(part)
+        self.unreadable.append(str(error))
+
+    def collection(self, path: str, part: Part, *, labels: str = "") -> list[dict[str, Any]]:
+        """A collection; empty, and noted, where it could not be read."""
         try:
             return self.reader.list_objects(path, labels=labels)
-        except Denied as error:
-            self.unreadable.append(str(error))
+        except (Denied, ReadFailed) as error:
+            self.note(part, error)
             return []
 
-    def get(self, path: str) -> dict[str, Any] | None:
-        """One object; None, and noted, where RBAC forbids it."""
+    def get(self, path: str, part: Part) -> dict[str, Any] | None:
+        """One object; None, and noted, where it could not be read."""
         try:
             return self.reader.get(path)
-        except Denied as error:
-            self.unreadable.append(str(error))
+        except (Denied, ReadFailed) as error:
+            self.note(part, error)
             return None
+
+    def pools(self) -> tuple[KVOffloadPool, ...]:
+        """All pools that this version can read."""
+        return self.parse(self.collection(POOLS, Part.POOLS), KVOffloadPool.from_manifest)
+
+    def regions(self) -> tuple[KVOffloadRegion, ...]:
+        """All regions that this version can read."""
+        return self.parse(self.collection(REGIONS, Part.REGIONS), KVOffloadRegion.from_manifest)
+
+    def viewer_role(self) -> str:
+        """The ClusterRole that would let this user read pools and regions; empty where both were read."""
+        return find_viewer_role(self.reader) if self.unread & {Part.POOLS, Part.REGIONS} else ""
 
     def parse(self, manifests: Iterable[dict[str, Any]], make: Callable[[dict[str, Any]], _T]) -> tuple[_T, ...]:
         """Our objects; one that this version cannot read is noted and left out."""
@@ -91,6 +115,7 @@ class Observation:
         for manifest in manifests:
             try:
                 parsed.append(make(manifest))
+                self.reported_at.update(status_time(manifest))
             except ValidationError as error:
                 first = error.errors()[0]
                 where = ".".join(str(part) for part in first["loc"])
@@ -100,10 +125,10 @@ class Observation:
 
 
 def observe_pools(reader: Reader, *, now: datetime) -> ClusterFacts:
-    """Pools and regions: what `status` shows."""
+    """Pools and regions."""
     seen = Observation(reader)
-    pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
-    regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)
+    pools, regions = seen.pools(), seen.regions()
+    is_unsure = not pools and Part.POOLS not in seen.unread
     return ClusterFacts(
         now=now,
         server_version=(0, 0),
@@ -111,8 +136,26 @@ def observe_pools(reader: Reader, *, now: datetime) -> ClusterFacts:
         regions=regions,
         engines=engines_by_pod(regions),
         unreadable=tuple(seen.unreadable),
+        unread=frozenset(seen.unread),
+        viewer_role=seen.viewer_role(),
+        serves_pools=serves_pools(reader) if is_unsure else True,
+        reported_at=seen.reported_at,
         invalid=tuple(seen.invalid),
     )
+
+
+def serves_pools(reader: Reader) -> bool:
+    """Whether the API server has the kind KVOffloadPool, which everybody may ask."""
+    try:
+        served = reader.get(API) or {}
+    except (Denied, ReadFailed):
+        return True
+    return any(one["name"] == keys.POOL_PLURAL for one in served.get("resources", []))
+
+
+def observe_status(reader: Reader, *, now: datetime) -> ClusterFacts:
+    """What `status` shows: pools and regions, and whether anybody keeps them up to date."""
+    return replace(observe_pools(reader, now=now), operator_runs=does_operator_run(reader))
 
 
 def observe_pod(reader: Reader, *, namespace: str, name: str, now: datetime) -> ClusterFacts:
@@ -120,63 +163,74 @@ def observe_pod(reader: Reader, *, namespace: str, name: str, now: datetime) -> 
 
     Raises:
         Denied: the pod itself cannot be read.
+        InvalidSpec: there is no such pod, or it is not labelled.
     """
-    facts = observe_pools(reader, now=now)
     found = reader.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
-    opted_in = found is not None and labels_of(found).get(keys.POOL_LABEL)
-    return replace(facts, pods=(opted_in_pod(found),) if found is not None and opted_in else ())
+    if found is None or not labels_of(found).get(keys.POOL_LABEL):
+        raise InvalidSpec(explain_absence(reader, found, namespace=namespace, name=name))
+    return replace(observe_pools(reader, now=now), pods=(opted_in_pod(found),))
 
 
 def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
     """Everything that `doctor` judges."""
     seen = Observation(reader)
-    pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
-    regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)
-    pods = seen.collection("/api/v1/pods")
-    workloads = [workload_facts(one) for one in seen.collection("/apis/apps/v1/deployments", labels=OURS)]
+    pools, regions = seen.pools(), seen.regions()
+    pods = seen.collection("/api/v1/pods", Part.PODS)
+    workloads = [workload_facts(one) for one in seen.collection(DEPLOYMENTS, Part.DEPLOYMENTS, labels=OURS)]
+    daemonsets = seen.collection("/apis/apps/v1/daemonsets", Part.DAEMONSETS, labels=OURS)
     secrets = [
         secret
         for namespace in sorted({workload.namespace for workload in workloads})
-        for secret in seen.collection(f"/api/v1/namespaces/{namespace}/secrets", labels=OURS)
+        for secret in seen.collection(f"/api/v1/namespaces/{namespace}/secrets", Part.SECRETS, labels=OURS)
     ]
     serving = {where: one for where, one in map(serving_certificate, secrets) if one is not None}
     webhooks = [
         fact
         for kind in ("mutating", "validating")
-        for one in seen.collection(f"{ADMISSION}/{kind}webhookconfigurations", labels=OURS)
+        for one in seen.collection(f"{ADMISSION}/{kind}webhookconfigurations", Part.WEBHOOKS, labels=OURS)
         for fact in webhook_facts(one, kind=kind, serving=list(serving.values()))
     ]
     return ClusterFacts(
         now=now,
-        server_version=server_version(seen.get("/version") or {}),
-        nodes=tuple(node_facts(one, pods) for one in seen.collection("/api/v1/nodes")),
+        server_version=server_version(seen.get("/version", Part.VERSION) or {}),
+        nodes=tuple(node_facts(one, pods) for one in seen.collection("/api/v1/nodes", Part.NODES)),
         pools=pools,
         regions=regions,
         daemons=tuple(daemon_pod(pod) for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)),
+        daemonsets=tuple(daemonset_facts(one) for one in daemonsets if labels_of(one).get(keys.DAEMON_OF_LABEL)),
         workloads=tuple(workloads),
         webhooks=tuple(webhooks),
         serving_certificates=tuple(certificate_facts(one, where=where) for where, one in serving.items()),
         webhook_answers=probe_webhook(seen) if workloads or webhooks else None,
-        crds=tuple(
-            crd_facts(expected, seen.get(f"{CRDS}/{expected['metadata']['name']}"))
-            for expected in build_crds().values()
-        ),
+        crds=tuple(observe_crds(seen)),
         pods=tuple(opted_in_pod(pod) for pod in pods if labels_of(pod).get(keys.POOL_LABEL)),
         unreadable=tuple(seen.unreadable),
+        unread=frozenset(seen.unread),
+        viewer_role=seen.viewer_role(),
+        reported_at=seen.reported_at,
         invalid=tuple(seen.invalid),
         engines=engines_by_pod(regions),
     )
 
 
+def observe_crds(seen: Observation) -> Iterable[CRDFacts]:
+    """The CRDs beside those of this version; one that could not be read is unknown, and left out."""
+    for expected in build_crds().values():
+        num_unreadable = len(seen.unreadable)
+        installed = seen.get(f"{CRDS}/{expected['metadata']['name']}", Part.CRDS)
+        if len(seen.unreadable) == num_unreadable:
+            yield crd_facts(expected, installed)
+
+
 def probe_webhook(seen: Observation) -> bool | None:
-    """Whether a labelled pod that is created now meets the webhook; None, and noted, where RBAC forbids to try."""
+    """Whether a labelled pod that is created now meets the webhook; None, and noted, where it cannot be tried."""
     try:
         for _ in range(PROBE_TRIES):
             stored = seen.reader.admit(PROBE_PATH, PROBE)
             if keys.SKIP_REASON_ANNOTATION in stored["metadata"].get("annotations", {}):
                 return True
-    except Denied as error:
-        seen.unreadable.append(str(error))
+    except (Denied, ReadFailed) as error:
+        seen.note(Part.WEBHOOK_CALL, error)
         return None
     return False
 
@@ -248,6 +302,10 @@ def opted_in_pod(pod: Manifest) -> OptedInPod:
         skip_reason=annotations.get(keys.SKIP_REASON_ANNOTATION, ""),
         predicted_layout=annotations.get(keys.REPLICATED_LAYOUT_ANNOTATION, ""),
         has_volume=any(volume["name"] == keys.VOLUME_NAME for volume in spec.get("volumes", [])),
+        label_is_late=came_label_late(pod),
+        num_restarts=count_restarts(pod),
+        last_end=last_end(pod),
+        waiting=waiting_reasons(pod),
     )
 
 
@@ -263,11 +321,6 @@ def daemon_pod(pod: Manifest) -> DaemonPod:
         ),
         "",
     )
-    waiting = [
-        f"{container['name']} {container['state']['waiting'].get('reason', 'waits')}"
-        for container in containers
-        if "waiting" in container.get("state", {})
-    ]
     return DaemonPod(
         namespace=pod["metadata"]["namespace"],
         name=pod["metadata"]["name"],
@@ -276,7 +329,22 @@ def daemon_pod(pod: Manifest) -> DaemonPod:
         phase=status.get("phase", "Pending"),
         is_ready=has_condition(status, "Ready"),
         num_restarts=sum(container.get("restartCount", 0) for container in containers),
-        waiting=unscheduled or ", ".join(waiting),
+        waiting=unscheduled or waiting_reasons(pod),
+        is_deleting="deletionTimestamp" in pod["metadata"],
+        created_at=timestamp(pod["metadata"]["creationTimestamp"]),
+    )
+
+
+def daemonset_facts(daemonset: Manifest) -> DaemonSetFacts:
+    """A pool's DaemonSet."""
+    metadata, status = daemonset["metadata"], daemonset.get("status", {})
+    return DaemonSetFacts(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        pool=labels_of(daemonset)[keys.DAEMON_OF_LABEL],
+        num_desired=status.get("desiredNumberScheduled", 0),
+        num_updated=status.get("updatedNumberScheduled", 0),
+        is_observed=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
     )
 
 
@@ -288,6 +356,7 @@ def workload_facts(deployment: Manifest) -> Workload:
         component=labels_of(deployment).get("app.kubernetes.io/component", ""),
         num_desired=deployment["spec"].get("replicas", 1),
         num_ready=deployment.get("status", {}).get("readyReplicas", 0),
+        release=labels_of(deployment).get("app.kubernetes.io/instance", ""),
     )
 
 
@@ -304,9 +373,18 @@ def labels_of(manifest: Manifest) -> Mapping[str, str]:
     return manifest["metadata"].get("labels") or {}
 
 
-def timestamp(text: str) -> datetime:
-    """A Kubernetes time."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+def status_time(manifest: Manifest) -> dict[str, datetime]:
+    """When the figures in the status of one of our objects were written last, by its name; empty where unknown.
+
+    A region's figures are the node daemon's; the operator writes a condition of its own there.
+    """
+    metadata = manifest["metadata"]
+    times = [
+        timestamp(entry["time"])
+        for entry in metadata.get("managedFields", [])
+        if entry.get("time") and "f:usedBytes" in entry.get("fieldsV1", {}).get("f:status", {})
+    ]
+    return {metadata["name"]: max(times)} if times else {}
 
 
 def _request(container: Manifest, resource: str) -> int:

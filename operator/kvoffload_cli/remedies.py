@@ -1,7 +1,8 @@
-"""What to do about each reason for which the webhook leaves a pod as it was. Used by `explain` and `doctor`."""
+"""What to do where the webhook left a pod as it was, by its reason, or never saw it. Used by `explain` and `doctor`."""
 
 from kvoffload.api import keys
 from kvoffload.api.keys import SkipReason
+from kvoffload_cli.facts import OptedInPod
 
 SKIP_REMEDIES = {
     SkipReason.POOL_NOT_FOUND: "correct the label kvoffload.io/pool or create the pool, then recreate the pod",
@@ -19,3 +20,19 @@ SKIP_REMEDIES = {
     SkipReason.NAME_CONFLICT: f"rename the pod's volume {keys.VOLUME_NAME}, or move its mount off {keys.MOUNT_PATH}",
     SkipReason.POD_TOO_LARGE: "make the pod's annotations, environment or arguments smaller, then recreate the pod",
 }
+
+
+def why_missed(pod: OptedInPod) -> str:
+    """Why a labelled pod has no annotation of the webhook, as far as the pod tells."""
+    if pod.label_is_late:
+        return f"the label {keys.POOL_LABEL} came after the pod was created, and the webhook looks at new pods only"
+    if pod.label_is_late is None:
+        return f"the label {keys.POOL_LABEL} came after the pod was created, or no webhook answered then"
+    return "no webhook answered when the pod was created"
+
+
+def remedy_of_missed(pod: OptedInPod) -> str:
+    """What makes the webhook look at it."""
+    if pod.label_is_late:
+        return "put the label into the pod template (spec.template.metadata.labels), or recreate the pod with it"
+    return "once `kubectl kvoffload doctor` finds the webhook ready, recreate the pod"

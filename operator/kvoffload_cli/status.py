@@ -11,9 +11,9 @@ from kvoffload.api.pool import KVOffloadPool
 from kvoffload.api.region import KVOffloadRegion, RegionEngine
 from kvoffload.errors import InvalidSpec
 from kvoffload.units import format_bytes
-from kvoffload_cli.facts import ClusterFacts, declined_offload
-from kvoffload_cli.kube import ClusterReader
-from kvoffload_cli.observe import observe_pools
+from kvoffload_cli.facts import ClusterFacts, Part, declined_offload
+from kvoffload_cli.kube import ClusterReader, ClusterUnavailable
+from kvoffload_cli.observe import observe_status
 from kvoffload_cli.options import Context, Kubeconfig, Output
 from kvoffload_cli.output import OutputFormat, escape, make_console, make_table, print_json, show_bytes
 
@@ -33,13 +33,26 @@ def command(
 
     What is held, what is saved, what is not ready and why.
     """
-    facts = observe_pools(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
+    facts = observe_status(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
+    require_pools(facts)
     pools = select(facts, pool)
     console = make_console()
     if output is OutputFormat.JSON:
         print_json(console, as_document(facts, pools))
     else:
         render(console, facts, pools)
+
+
+def require_pools(facts: ClusterFacts) -> None:
+    """Raises ClusterUnavailable where nothing can be said of pools: they may not be read, or there is no such kind."""
+    if Part.POOLS in facts.unread:
+        ask = f"ask an administrator for the ClusterRole {facts.viewer_role}"
+        raise ClusterUnavailable(f"{facts.unreadable[0]}; {ask}, where it is a lack of rights")
+    if not facts.serves_pools:
+        raise ClusterUnavailable(
+            "the cluster has no kind KVOffloadPool: its CRDs are not installed; helm install kvoffload "
+            "charts/kvoffload brings them, and so does kubectl apply --server-side -f charts/kvoffload/crds"
+        )
 
 
 def select(facts: ClusterFacts, name: str) -> list[KVOffloadPool]:
@@ -73,6 +86,7 @@ def as_document(facts: ClusterFacts, pools: list[KVOffloadPool]) -> dict[str, An
             }
             for pool in pools
         ],
+        "operatorRuns": facts.operator_runs,
         "notRead": [*facts.unreadable, *facts.invalid],
     }
 
@@ -84,7 +98,10 @@ def render(console: Console, facts: ClusterFacts, pools: list[KVOffloadPool]) ->
     if not pools:
         console.print("no KVOffloadPool; `kubectl kvoffload plan` prints one for your model")
         return
-    console.print(make_table(*POOL_COLUMNS, rows=[pool_row(pool) for pool in pools]))
+    if facts.operator_runs is False:
+        console.print(f"no operator runs: nobody keeps this up to date, it is as of {as_of(facts)}", soft_wrap=True)
+        console.print("`kubectl kvoffload doctor` says what is missing", soft_wrap=True)
+    console.print(make_table(*POOL_COLUMNS, rows=[pool_row(facts, pool) for pool in pools]))
     for pool in pools:
         for condition in pool.status.conditions:
             if condition.status != ("False" if condition.type == "Degraded" else "True"):
@@ -104,12 +121,18 @@ def render(console: Console, facts: ClusterFacts, pools: list[KVOffloadPool]) ->
         console.print(make_table(*ENGINE_COLUMNS, rows=engines))
 
 
-def pool_row(pool: KVOffloadPool) -> list[str]:
+def as_of(facts: ClusterFacts) -> str:
+    """When the status of a pool was written last."""
+    times = [time for name, time in facts.reported_at.items() if facts.pool(name)]
+    return f"{max(times):%Y-%m-%d %H:%M:%S} UTC" if times else "the operator's last pass"
+
+
+def pool_row(facts: ClusterFacts, pool: KVOffloadPool) -> list[str]:
     """One pool."""
     status, nodes = pool.status, pool.status.nodes
     return [
         pool.name,
-        condition_text(pool, "Ready"),
+        "Unknown (no operator)" if facts.operator_runs is False else condition_text(pool, "Ready"),
         pool.spec.mode.value,
         f"{nodes.ready}/{nodes.matching}",
         f"{format_bytes(pool.spec.capacity)} ({pool.spec.page_size.value})",
@@ -146,7 +169,7 @@ def engine_rows(region: KVOffloadRegion) -> list[list[str]]:
             region.spec.node_name,
             engine.engine_id,
             engine.model or UNKNOWN,
-            str(engine.tensor_parallel_size),
+            UNKNOWN if declined_offload(engine) else str(engine.tensor_parallel_size),
             layout_text(engine),
             show_bytes(engine.stored_bytes),
             show_bytes(engine.loaded_bytes),

@@ -18,9 +18,11 @@ import yaml
 
 from e2e.control_plane import ControlPlane, render_chart, running_control_plane
 from fixtures.cli.cluster import SYSTEM, FixtureReader, Object, ailing
+from fixtures.cli.cluster import pod as fixture_pod
 from kvoffload.api.schema import build_crds
 from kvoffload_cli.checks import CHECKS, run_checks
-from kvoffload_cli.observe import ADMISSION, POOLS, REGIONS, observe_cluster
+from kvoffload_cli.kube import ClusterReader
+from kvoffload_cli.observe import ADMISSION, POOLS, REGIONS, observe_cluster, serves_pools
 
 pytestmark = pytest.mark.e2e
 
@@ -36,8 +38,8 @@ KINDS = {
         "MutatingWebhookConfiguration",
     ),
 }
-NOT_PROVOKED = {"kubernetes_is_too_old"}
-"""The API server here is a new one."""
+NOT_PROVOKED = {"kubernetes_is_too_old", "something_is_not_readable", "daemons_are_replaced"}
+"""The API server here is a new one, an administrator reads everything, and no DaemonSet is rolled out."""
 OF_THE_SERVER = {"cluster", "crd/kvoffloadregions.kvoffload.io"}
 """The fixture is an old server without the regions' CRD; here they must be there to hold the regions."""
 
@@ -153,6 +155,47 @@ def test_a_user_who_may_read_little_is_told_what_was_not_checked(
     assert document["checked"]["pools"] == 3
     assert document["checked"]["nodes"] == 0
     assert any("/api/v1/nodes is not allowed (403)" in sentence for sentence in document["notChecked"])
+    assert {one["check"] for one in document["findings"]} <= {
+        *("something_is_not_readable", "object_is_unreadable", "pool_is_not_ready")
+    }
+
+
+def run_plugin(kubeconfig: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "kvoffload_cli", *arguments]
+    environment = os.environ | {"KUBECONFIG": str(kubeconfig)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+def test_rights_in_one_namespace_make_nothing_absent(ailing_server: tuple[ControlPlane, dict[str, Any]]) -> None:
+    plane, _ = ailing_server
+    plane.kubectl("create", "serviceaccount", "one", "-n", "team-a")
+    rights = ["--clusterrole=view", "--serviceaccount=team-a:one"]
+    plane.kubectl("create", "rolebinding", "one", "-n", "team-a", *rights)
+    kubeconfig = plane.write_kubeconfig("one", plane.kubectl("create", "token", "one", "-n", "team-a").strip())
+    status, document = run_doctor(kubeconfig)
+    assert [one["check"] for one in document["findings"]] == ["something_is_not_readable"]
+    assert status == 2
+    done = run_plugin(kubeconfig, "status")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "kvoffloadpools is not allowed (403)" in done.stderr
+    assert serves_pools(ClusterReader(kubeconfig=str(kubeconfig))), "everybody may ask which kinds there are"
+
+
+def test_a_label_on_a_pod_that_runs_is_not_laid_to_the_webhook(
+    ailing_server: tuple[ControlPlane, dict[str, Any]],
+) -> None:
+    plane, _ = ailing_server
+    for name in ("late", "early"):
+        one = fixture_pod(name, injected=False, labels={} if name == "late" else None)
+        plane.kubectl("create", "-f", "-", stdin=yaml.safe_dump(complete(one, "v1", "Pod")))
+        try:
+            plane.kubectl("label", "pod", name, "-n", "team-a", "--overwrite", "kvoffload.io/pool=llm")
+            document = json.loads(run_plugin(plane.kubeconfig, "explain", "pod", f"team-a/{name}", "-o", "json").stdout)
+            expected = "came after the pod was created, and" if name == "late" else "no webhook answered"
+            assert expected in document["injected"][0]
+        finally:
+            plane.kubectl("delete", "pod", name, "-n", "team-a", "--wait=false")
 
 
 def test_an_application_owner_may_ask_why_with_rights_in_the_namespace_and_the_viewer_role(
@@ -186,7 +229,7 @@ def test_an_application_owner_may_ask_why_with_rights_in_the_namespace_and_the_v
     alone = explain()
     assert alone["injected"][0].startswith("yes")
     assert "attached" not in alone
-    assert "kvoffload-viewer" in alone["not read"][-1]
+    assert "RELEASE-viewer" in alone["not read"][-1]
     (viewer,) = (one for one in render_chart() if one["metadata"]["name"] == "kvoffload-viewer")
     plane.apply(viewer)
     plane.kubectl(

@@ -5,6 +5,7 @@ The order of `CHECKS` is the order in which things depend on each other: the fir
 
 from collections.abc import Iterable
 
+from kvoffload_cli.checks.cluster import several_releases_are_installed, something_is_not_readable
 from kvoffload_cli.checks.finding import Check, Finding, Severity
 from kvoffload_cli.checks.pods import (
     engine_declined_offload,
@@ -14,6 +15,7 @@ from kvoffload_cli.checks.pods import (
 )
 from kvoffload_cli.checks.pools import (
     daemon_does_not_run,
+    daemons_are_replaced,
     node_is_short_of_pages,
     pool_is_not_ready,
     pool_matches_no_node,
@@ -34,9 +36,11 @@ from kvoffload_cli.facts import ClusterFacts
 __all__ = ["CHECKS", "Check", "Finding", "Severity", "run_checks"]
 
 CHECKS: tuple[Check, ...] = (
+    something_is_not_readable,
     kubernetes_is_too_old,
     crd_is_missing_or_outdated,
     object_is_unreadable,
+    several_releases_are_installed,
     release_is_incomplete,
     webhook_is_not_trusted,
     webhook_is_not_asked,
@@ -44,6 +48,7 @@ CHECKS: tuple[Check, ...] = (
     pool_matches_no_node,
     pools_overlap,
     node_is_short_of_pages,
+    daemons_are_replaced,
     daemon_does_not_run,
     region_does_not_serve,
     pool_is_not_ready,

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
-from kvoffload_cli.remedies import SKIP_REMEDIES
+from kvoffload_cli.facts import ClusterFacts, OptedInPod, Part, declined_offload
+from kvoffload_cli.remedies import SKIP_REMEDIES, remedy_of_missed, why_missed
 
 ATTACH_GRACE = timedelta(minutes=5)
 """How long a running engine may take to attach: a server loads its weights first."""
@@ -15,7 +15,7 @@ def pod_is_not_injected(facts: ClusterFacts) -> Found:
     """A labelled pod was left as it was, with a reason or because no webhook answered."""
     for pod in _live(facts.pods):
         subject = f"pod/{pod.namespace}/{pod.name}"
-        if facts.pool(pod.pool) is None:
+        if facts.is_absent(pod.pool):
             names = ", ".join(one.name for one in facts.pools) or "none"
             message = f"asks for pool {pod.pool!r}, which does not exist (there are: {names})"
             yield Severity.ERROR, subject, message, "correct the label kvoffload.io/pool, or create the pool"
@@ -24,19 +24,21 @@ def pod_is_not_injected(facts: ClusterFacts) -> Found:
             remedy = known.get(pod.skip_reason, f"kubectl kvoffload explain pod {pod.namespace}/{pod.name}")
             yield Severity.WARNING, subject, f"not injected: {pod.skip_reason}", remedy
         elif not pod.injected_version:
-            message = "labelled, and not injected: no webhook answered when it was created"
-            yield Severity.ERROR, subject, message, "recreate the pod once the webhook is ready"
+            yield Severity.ERROR, subject, f"labelled, and not injected: {why_missed(pod)}", remedy_of_missed(pod)
 
 
 def pod_is_not_attached(facts: ClusterFacts) -> Found:
     """An injected pod has served for a while, and no engine of it has attached."""
+    if Part.REGIONS in facts.unread:
+        return
     for pod in _live(facts.pods):
         if not pod.injected_version or pod.ready_since is None or (pod.namespace, pod.name) in facts.engines:
             continue
         if facts.now - pod.ready_since < ATTACH_GRACE:
             continue
-        pool = facts.pool(pod.pool)
-        if pool is None or facts.region(pool=pool.name, node=pod.node) is None:
+        if facts.pool(pod.pool) is None:  # said already, or not to be known
+            continue
+        if facts.region(pool=pod.pool, node=pod.node) is None:
             message = f"injected, and node {pod.node} gives no memory to pool {pod.pool}: it runs without offload"
             remedy = "set attachment: Required in the pool, or add the node to its nodeSelector"
         else:

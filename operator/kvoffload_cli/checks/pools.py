@@ -1,10 +1,24 @@
 """Checks of pools, their nodes, pages, daemons and regions. Pure."""
 
 from kvoffload.api.conditions import find
-from kvoffload.api.pool import Fallback, Mode, PageSize
+from kvoffload.api.pool import KVOffloadPool, Mode, PageSize
+from kvoffload.api.reservation import reserve_remedy
 from kvoffload.units import format_bytes
+from kvoffload_cli.checks.causes import (
+    allocatable_bytes,
+    fails,
+    is_explained,
+    is_passing,
+    is_rolling_out,
+    is_short,
+    is_short_by_name,
+    is_young,
+    needs_pages,
+    speaks_of_itself,
+    taken_bytes,
+)
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import ClusterFacts, NodePages
+from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, Part
 
 MANY_RESTARTS = 5
 
@@ -36,50 +50,72 @@ def pools_overlap(facts: ClusterFacts) -> Found:
 def node_is_short_of_pages(facts: ClusterFacts) -> Found:
     """A matching node cannot give the pool's capacity, or others hold its pages."""
     for pool in facts.pools:
-        if pool.spec.fallback is Fallback.SHARED_MEMORY or pool.spec.mode is not Mode.ACTIVE:
+        if not needs_pages(pool):
             continue
-        size = pool.spec.page_size
+        size, capacity = pool.spec.page_size, format_bytes(pool.spec.capacity)
         for node in facts.matching_nodes(pool):
-            pages = node.pages.get(size.value)
-            allocatable = pages.allocatable_bytes if pages else 0
-            subject = f"node/{node.name}"
+            if not is_short(pool, node):
+                continue
+            allocatable, taken = allocatable_bytes(pool, node), taken_bytes(pool, node)
+            remedy = reserve_remedy(size, wanted_pages(pool, node))
             if allocatable < pool.spec.capacity:
-                found = f"allocatable {size.resource_name} is {format_bytes(allocatable)}"
-                message = f"{found}, pool {pool.name} needs {format_bytes(pool.spec.capacity)}"
-                yield Severity.ERROR, subject, message, reserve_remedy(size, pool.spec.capacity, allocatable, pages)
-            elif pages and pages.requested_bytes_by_pool.get(pool.name, 0) == 0:
-                taken = pages.requested_bytes_by_others + sum(pages.requested_bytes_by_pool.values())
-                if allocatable - taken < pool.spec.capacity:
-                    message = (
-                        f"{format_bytes(taken)} of {format_bytes(allocatable)} {size.resource_name} are requested by "
-                        f"other pods, pool {pool.name} needs {format_bytes(pool.spec.capacity)}"
-                    )
-                    remedy = "reserve more pages, or move the pods: kubectl describe node " + node.name
-                    yield Severity.ERROR, subject, message, remedy
+                found = f"the kubelet knows of {format_bytes(allocatable)} of {size.resource_name}"
+            else:
+                numbers = f"{format_bytes(taken)} of {format_bytes(allocatable)}"
+                found = f"{numbers} {size.resource_name} are requested by other pods"
+                remedy += f"; or move the pods: kubectl describe node {node.name}"
+            yield Severity.ERROR, f"node/{node.name}", f"{found}, pool {pool.name} needs {capacity}", remedy
 
 
-def reserve_remedy(size: PageSize, needed_bytes: int, allocatable_bytes: int, pages: NodePages | None) -> str:
-    """The commands that make the pages: sysctl for 2Mi, the kernel's command line for 1Gi; the kubelet's restart."""
-    of_others = pages.requested_bytes_by_others if pages else 0
-    num_pages = -(-(needed_bytes + of_others) // size.num_bytes)
-    if size is PageSize.GI_1:
-        return f"on the node: kernel command line hugepagesz=1G hugepages={num_pages}, reboot"
-    return (
-        f"on the node: sysctl -w vm.nr_hugepages={num_pages}, then systemctl restart kubelet "
-        f"(it reported {format_bytes(allocatable_bytes)} when it started)"
-    )
+def wanted_pages(pool: KVOffloadPool, node: NodeFacts) -> int:
+    """How many pages the node needs in all: the pool's, and those that pods of others and of other pools request."""
+    pages = node.pages.get(pool.spec.page_size.value)
+    taken = 0
+    if pages:
+        of_pools = pages.requested_bytes_by_pool
+        taken = pages.requested_bytes_by_others + sum(of_pools.values()) - of_pools.get(pool.name, 0)
+    return -(-(pool.spec.capacity + taken) // pool.spec.page_size.num_bytes)
+
+
+def daemons_are_replaced(facts: ClusterFacts) -> Found:
+    """A rollout is under way, as after an upgrade of the chart: what it causes is no fault."""
+    for one in facts.daemonsets:
+        if one.is_rolling_out:
+            updated = f"{one.num_updated} of {one.num_desired} daemons" if one.is_observed else "no daemon yet"
+            yield (
+                Severity.WARNING,
+                f"daemonset/{one.namespace}/{one.name}",
+                f"a rollout is under way: {updated} replaced; engines attach again by themselves",
+                f"kubectl -n {one.namespace} rollout status daemonset {one.name}",
+            )
+    for pod in facts.daemons:
+        if is_young(facts, pod) and not fails(pod) and not is_rolling_out(facts, pod.pool):
+            message = f"the daemon of pool {pod.pool} on node {pod.node} is being started"
+            remedy = "wait a moment; it should be ready within two minutes"
+            yield Severity.WARNING, f"pod/{pod.namespace}/{pod.name}", message, remedy
 
 
 def daemon_does_not_run(facts: ClusterFacts) -> Found:
     """A pool's daemon pod is pending, failing or often restarted."""
     for pod in facts.daemons:
         subject = f"pod/{pod.namespace}/{pod.name}"
-        if not pod.is_ready:
+        if not pod.is_ready and not daemon_is_explained(facts, pod):
             message = f"{pod.phase} on node {pod.node or '(none)'}: {pod.waiting or 'not ready'}"
             yield Severity.ERROR, subject, message, f"kubectl -n {pod.namespace} describe pod {pod.name}"
         if pod.num_restarts >= MANY_RESTARTS:
             remedy = f"kubectl -n {pod.namespace} logs {pod.name} -c daemon --previous"
             yield Severity.WARNING, subject, f"restarted {pod.num_restarts} times", remedy
+
+
+def daemon_is_explained(facts: ClusterFacts, pod: DaemonPod) -> bool:
+    """Whether another finding says why the daemon's pod is not ready."""
+    place = {"pool": pod.pool, "node": pod.node}
+    if is_passing(facts, **place):
+        return True
+    if fails(pod):
+        return "hugepages" in pod.waiting and is_short_by_name(facts, **place)
+    region = facts.region(**place)
+    return region is not None and not region.deleting and speaks_of_itself(region)
 
 
 def region_does_not_serve(facts: ClusterFacts) -> Found:
@@ -91,6 +127,8 @@ def region_does_not_serve(facts: ClusterFacts) -> Found:
         ready, degraded = (find(region.status.conditions, kind) for kind in ("Ready", "Degraded"))
         node_ready = find(region.status.conditions, "NodeReady")
         why = f"kubectl describe kvregion {region.name}"
+        if (ready is None or ready.status != "True") and is_explained(facts, region):
+            continue
         if ready is None:
             if node_ready is not None and node_ready.status == "False":
                 yield Severity.ERROR, subject, f"{node_ready.reason}: {node_ready.message}", why
@@ -108,9 +146,11 @@ def daemon_logs(pool: str) -> str:
 
 
 def pool_is_not_ready(facts: ClusterFacts) -> Found:
-    """A pool's Ready condition is not True; its message names the nodes."""
+    """A pool's Ready condition is not True, and nothing said before explains it; its message names the nodes."""
     for pool in facts.pools:
         ready = find(pool.status.conditions, "Ready")
+        if pool.spec.mode is Mode.ACTIVE and is_pool_explained(facts, pool):
+            continue
         if pool.spec.mode is not Mode.ACTIVE:
             message = f"mode is {pool.spec.mode.value}: no pod is served"
             yield (
@@ -129,3 +169,24 @@ def pool_is_not_ready(facts: ClusterFacts) -> Found:
                 f"{ready.reason}: {ready.message}",
                 f"kubectl describe kvpool {pool.name}",
             )
+
+
+def is_pool_explained(facts: ClusterFacts, pool: KVOffloadPool) -> bool:
+    """Whether a finding about the operator, a node, a daemon or a region says why the pool is not ready."""
+    if find(pool.status.conditions, "Ready") is None:
+        has_operator = any(one.component == "operator" and one.num_ready for one in facts.workloads)
+        return not has_operator and Part.DEPLOYMENTS not in facts.unread
+    nodes = facts.matching_nodes(pool)
+    if facts.nodes and not nodes:
+        return True
+    if any(is_short(pool, node) for node in nodes) or is_rolling_out(facts, pool.name):
+        return True
+    if any(pod.pool == pool.name and not pod.is_ready for pod in facts.daemons):
+        return True
+    regions = {region.name for region in facts.regions if region.spec.pool_name == pool.name}
+    of_regions = [
+        subject.removeprefix("region/")
+        for severity, subject, _, _ in region_does_not_serve(facts)
+        if severity is Severity.ERROR
+    ]
+    return not regions.isdisjoint(of_regions)

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import ClusterFacts
+from kvoffload_cli.facts import ClusterFacts, Part
 
 OLDEST_KUBERNETES = (1, 32)
 """Bound service-account tokens name their node since 1.32; the admission policy of the regions needs that."""
@@ -39,13 +39,15 @@ def object_is_unreadable(facts: ClusterFacts) -> Found:
 
 def release_is_incomplete(facts: ClusterFacts) -> Found:
     """Operator or webhook is not installed or not running."""
+    if Part.DEPLOYMENTS in facts.unread:
+        return
     for component, effect in (
         ("operator", "pools are not reconciled"),
         ("webhook", "labelled pods start, and are not injected"),
     ):
         workloads = [one for one in facts.workloads if one.component == component]
         if not workloads:
-            yield Severity.ERROR, component, f"no Deployment: {effect}", "helm install kvoffload charts/kvoffload"
+            yield Severity.ERROR, component, f"no Deployment: {effect}", install_command(facts)
         component_is_ready = any(one.num_ready for one in workloads)
         for one in workloads:
             if one.num_ready < max(1, one.num_desired):
@@ -59,15 +61,23 @@ def release_is_incomplete(facts: ClusterFacts) -> Found:
                 yield severity, subject, message, look if one.num_desired else scale
 
 
+def install_command(facts: ClusterFacts) -> str:
+    """The helm command that brings what is missing: into the release that is there, or a first one."""
+    found = next((one for one in facts.workloads if one.release), None)
+    if found is not None:
+        return f"helm upgrade {found.release} charts/kvoffload -n {found.namespace}"
+    return "helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace"
+
+
 def webhook_is_not_trusted(facts: ClusterFacts) -> Found:
     """The API server cannot call the webhook: no configuration, no authority, or one that did not sign."""
     mutating = [one for one in facts.webhooks if one.kind == "mutating"]
-    if not mutating and facts.workloads:
+    if not mutating and facts.workloads and Part.WEBHOOKS not in facts.unread:
         yield (
             Severity.ERROR,
             "webhook",
             "no MutatingWebhookConfiguration of the release: no pod is injected",
-            "helm upgrade kvoffload charts/kvoffload",
+            install_command(facts),
         )
     for webhook in facts.webhooks:
         subject = f"{webhook.kind}webhookconfiguration/{webhook.configuration}"

@@ -1,6 +1,7 @@
 """`kubectl kvoffload explain pod`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -9,7 +10,7 @@ from fixtures.cli.cluster import NOW, FixtureReader, ailing, engine, healthy, po
 from kvoffload.api.keys import SkipReason
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.explain import as_document, explain_pod, render
-from kvoffload_cli.observe import POOLS, REGIONS, observe_pod
+from kvoffload_cli.observe import API, POOLS, REGIONS, observe_pod
 from kvoffload_cli.remedies import SKIP_REMEDIES
 
 PODS = [
@@ -40,10 +41,107 @@ def test_every_skip_reason_has_a_remedy() -> None:
     assert set(SKIP_REMEDIES) == set(SkipReason)
 
 
-def test_pod_without_the_label_is_told_how_to_opt_in() -> None:
-    facts = observe_pod(FixtureReader(healthy()), namespace="team-a", name="nothing", now=NOW)
-    with pytest.raises(InvalidSpec, match=r"kvoffload\.io/pool: <pool>"):
-        explain_pod(facts, namespace="team-a", name="nothing")
+MAKER = {"metadata": {"name": "vllm"}, "spec": {"selector": {"matchLabels": {"kvoffload.io/pool": "llm"}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nothing", r"there is no pod nothing in namespace team-a: kubectl get pods -n team-a -l kvoffload\.io/pool"),
+        ("bare", r"pod team-a/bare does not have the label kvoffload\.io/pool, .*kvoffload\.io/pool: <pool>"),
+        ("vllm", "team-a/vllm is a Deployment, not a pod; its pods are vllm-a, vllm-b$"),
+        ("empty", "team-a/empty is a StatefulSet, not a pod; this StatefulSet has no pod now$"),
+    ],
+)
+def test_a_name_that_is_no_labelled_pod_gets_a_text_of_its_own(name: str, expected: str) -> None:
+    objects = healthy()
+    objects["/api/v1/pods"].append(pod("bare", labels={"app": "vllm"}, injected=False))
+    objects["/apis/apps/v1/namespaces/team-a/deployments/vllm"] = MAKER
+    none = {"metadata": {"name": "empty"}, "spec": {"selector": {"matchLabels": {"app": "none"}}}}
+    objects["/apis/apps/v1/namespaces/team-a/statefulsets/empty"] = none
+    with pytest.raises(InvalidSpec, match=expected):
+        observe_pod(FixtureReader(objects), namespace="team-a", name=name, now=NOW)
+
+
+def test_who_may_not_read_deployments_is_told_that_there_is_no_such_pod() -> None:
+    reader = FixtureReader(healthy(), denied=("/apis/apps/v1/namespaces/team-a/deployments/vllm",))
+    with pytest.raises(InvalidSpec, match="there is no pod vllm"):
+        observe_pod(reader, namespace="team-a", name="vllm", now=NOW)
+
+
+def answers_about(one: dict[str, Any], **objects: Any) -> dict[str, list[str]]:
+    """What explain says of a pod in the healthy cluster."""
+    cluster = healthy() | objects
+    cluster["/api/v1/pods"] = [one]
+    name = one["metadata"]["name"]
+    facts = observe_pod(FixtureReader(cluster), namespace="team-a", name=name, now=NOW)
+    return as_document(explain_pod(facts, namespace="team-a", name=name))
+
+
+def with_label_of(manager: str, *, time: str, creates: bool) -> dict[str, Any]:
+    one = pod("missed", injected=False)
+    fields: dict[str, Any] = {"f:metadata": {"f:labels": {".": {}, "f:kvoffload.io/pool": {}}}}
+    if creates:
+        fields["f:spec"] = {"f:containers": {}}
+    one["metadata"]["managedFields"] = [
+        {"manager": manager, "operation": "Update", "time": time, "fieldsV1": fields},
+        {"manager": "kubelet", "operation": "Update", "time": time, "fieldsV1": {"f:status": {}}},
+    ]
+    return one
+
+
+@pytest.mark.parametrize(
+    ("missed", "expected"),
+    [
+        (
+            with_label_of("kubectl-label", time="2026-11-29T17:00:00Z", creates=False),
+            "came after the pod was created, and",
+        ),
+        (with_label_of("kubectl-create", time="2026-11-29T16:00:00Z", creates=True), "no: no webhook answered"),
+        (with_label_of("kubectl-apply", time="2026-11-29T17:00:00Z", creates=True), "or no webhook answered then"),
+    ],
+    ids=["a label later", "a label at creation", "the creator later"],
+)
+def test_the_webhook_is_not_blamed_for_a_label_that_came_later(missed: dict[str, Any], expected: str) -> None:
+    assert expected in answers_about(missed)["injected"][0]
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (
+            {
+                "restartCount": 4,
+                "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+                "lastState": {
+                    "terminated": {"reason": "OOMKilled", "exitCode": 137, "finishedAt": "2026-11-29T17:59:00Z"}
+                },
+            },
+            "no: the pod's containers were started again 4 times, ended last: vllm OOMKilled (exit code 137) at "
+            "2026-11-29 17:59:00 UTC, now vllm CrashLoopBackOff",
+        ),
+        (
+            {"restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff"}}},
+            "not yet: the pod waits: vllm ImagePull",
+        ),
+        ({"restartCount": 0, "state": {"running": {}}}, "not yet: an engine attaches when it has loaded its weights"),
+    ],
+)
+def test_a_pod_that_restarts_is_not_told_to_wait_for_its_weights(state: dict[str, Any], expected: str) -> None:
+    one = pod("starting", ready=False, containerStatuses=[{"name": "vllm", **state}])
+    assert answers_about(one)["attached"][0].startswith(expected)
+
+
+def test_an_engine_that_runs_without_offload_shares_with_nobody() -> None:
+    alone = engine("team-a", "vllm-b", engineID="without-1", confirmed="left-alone")
+    objects = healthy()
+    objects[REGIONS][0]["status"]["engines"] = [engine("team-a", "vllm-a"), alone]
+    facts = observe_pod(FixtureReader(objects), namespace="team-a", name="vllm-a", now=NOW)
+    assert as_document(explain_pod(facts, namespace="team-a", name="vllm-a"))["sharing"][-1] == "attached now: no other"
+
+
+def test_a_cluster_without_the_kind_is_not_taken_for_one_without_the_pool() -> None:
+    assert "CRDs are not installed" in answers_about(pod("vllm-a"), **{POOLS: [], API: None})["pool"][0]
 
 
 @pytest.mark.parametrize(

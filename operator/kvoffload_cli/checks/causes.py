@@ -1,0 +1,102 @@
+"""One finding for one cause: what is said of a node, a daemon's pod or a rollout is not said again of region and pool.
+
+Used by the checks of pools. Pure. In the order in which one thing explains the next:
+
+    node short of pages  ->  daemon's pod pending  ->  region not ready  ->  pool not ready
+    DaemonSet rolling out  ->  daemon's pod not ready  ->  region draining, starting  ->  pool not ready
+    daemon says what is wrong (region)  ->  daemon's pod not ready  ->  pool not ready
+"""
+
+from datetime import timedelta
+
+from kvoffload.api.conditions import RegionReason, find
+from kvoffload.api.pool import Fallback, KVOffloadPool, Mode
+from kvoffload.api.region import KVOffloadRegion
+from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts
+
+STARTING = timedelta(minutes=2)
+"""How long the pod of a daemon may take to be ready: its image is pulled, its pages are reserved."""
+PASSING_WAITS = ("ContainerCreating", "PodInitializing")
+PASSING_REASONS = (
+    RegionReason.DRAINING,
+    RegionReason.STARTING,
+    RegionReason.DAEMON_PENDING,
+    RegionReason.DAEMON_NOT_REPORTING,
+)
+"""What a region says while its daemon is replaced."""
+
+
+def needs_pages(pool: KVOffloadPool) -> bool:
+    """Whether the pool wants huge pages of its nodes now."""
+    return pool.spec.fallback is not Fallback.SHARED_MEMORY and pool.spec.mode is Mode.ACTIVE
+
+
+def taken_bytes(pool: KVOffloadPool, node: NodeFacts) -> int:
+    """Bytes of the pool's page size that others have on the node, 0 where the pool's own daemon has its share."""
+    pages = node.pages.get(pool.spec.page_size.value)
+    if pages is None or pages.requested_bytes_by_pool.get(pool.name, 0):
+        return 0
+    return pages.requested_bytes_by_others + sum(pages.requested_bytes_by_pool.values())
+
+
+def allocatable_bytes(pool: KVOffloadPool, node: NodeFacts) -> int:
+    """Bytes of the pool's page size that the node's kubelet knows of."""
+    pages = node.pages.get(pool.spec.page_size.value)
+    return pages.allocatable_bytes if pages else 0
+
+
+def is_short(pool: KVOffloadPool, node: NodeFacts) -> bool:
+    """Whether the kubelet knows of fewer pages than the pool wants there, or others have too many of them."""
+    return needs_pages(pool) and allocatable_bytes(pool, node) - taken_bytes(pool, node) < pool.spec.capacity
+
+
+def is_short_by_name(facts: ClusterFacts, *, pool: str, node: str) -> bool:
+    """The same of names; False where either is not known."""
+    wanted = facts.pool(pool)
+    found = next((one for one in facts.nodes if one.name == node), None)
+    return wanted is not None and found is not None and is_short(wanted, found)
+
+
+def fails(pod: DaemonPod) -> bool:
+    """Whether the pod waits for something that will not come by itself."""
+    waits = pod.waiting.split(", ") if pod.waiting else []
+    return pod.phase == "Failed" or any(not wait.endswith(PASSING_WAITS) for wait in waits)
+
+
+def is_passing(facts: ClusterFacts, *, pool: str, node: str) -> bool:
+    """Whether the pool's daemon on that node is being replaced or started now, and nothing there fails."""
+    pods = [pod for pod in facts.daemons if (pod.pool, pod.node) == (pool, node)]
+    if any(fails(pod) for pod in pods):
+        return False
+    return is_rolling_out(facts, pool) or any(pod.is_deleting or is_young(facts, pod) for pod in pods)
+
+
+def is_rolling_out(facts: ClusterFacts, pool: str) -> bool:
+    """Whether the pool's daemons are being replaced."""
+    return any(one.is_rolling_out for one in facts.daemonsets if one.pool == pool)
+
+
+def is_young(facts: ClusterFacts, pod: DaemonPod) -> bool:
+    """Whether the pod was created a moment ago and is not ready yet."""
+    return not pod.is_ready and pod.created_at is not None and facts.now - pod.created_at < STARTING
+
+
+def speaks_of_itself(region: KVOffloadRegion) -> bool:
+    """Whether the daemon says in the region why it does not serve."""
+    ready = find(region.status.conditions, "Ready")
+    return ready is not None and ready.status != "True" and ready.reason not in PASSING_REASONS
+
+
+def is_explained(facts: ClusterFacts, region: KVOffloadRegion) -> bool:
+    """Whether another finding says why the region is not ready."""
+    spec = region.spec
+    node_ready, ready = (find(region.status.conditions, kind) for kind in ("NodeReady", "Ready"))
+    place = {"pool": spec.pool_name, "node": spec.node_name}
+    node_is_unready = node_ready is not None and node_ready.status == "False"
+    if (ready is None or node_is_unready) and is_short_by_name(facts, **place):
+        return True
+    is_of_the_pod = ready is None or node_is_unready or ready.reason in PASSING_REASONS
+    if not is_of_the_pod:
+        return False
+    pods = [pod for pod in facts.daemons if (pod.pool, pod.node) == (spec.pool_name, spec.node_name)]
+    return is_passing(facts, **place) or any(not pod.is_ready and not pod.is_deleting for pod in pods)
