@@ -131,8 +131,8 @@ def run_shared(stage: Stage, prometheus: Prometheus) -> SharedRun:
         cold_a = ask(server_a, prompts)
         wait_stored(prometheus)
         say(
-            "    again, from the cache. Answers may differ from the first ones: vLLM's CPU kernels for latent attention\n"
-            "    round differently for a whole prompt and for the rest of one, whoever kept the cache"
+            "    again, from the cache. Answers may differ from the first ones: vLLM's CPU kernels for latent\n"
+            "    attention round differently for a whole prompt and for the rest of one, whoever kept the cache"
         )
         warm_a = ask(server_a, prompts)
     with step("Sending the same prompts to B, which has never seen them"):
