@@ -5,6 +5,7 @@ one field stand in `SPEC_RULES` as CEL, so that the API server refuses what cann
 `webhook/validation.py` says the same of pools that an older CRD let in.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -141,6 +142,10 @@ class LabelSelector(ApiModel):
     )
 
 
+GPU_TOLERATION: Mapping[str, Any] = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+"""What GPU pods tolerate where GPU nodes are tainted, and so the daemon beside them."""
+
+
 class Toleration(ApiModel):
     """A taint that the node daemon tolerates, as in a pod."""
 
@@ -248,10 +253,10 @@ class KVOffloadPoolSpec(ApiModel):
         description="nodeSelector is the labels of the nodes that give memory; empty: every node.",
     )
     tolerations: list[Toleration] = Field(
-        default=[],
+        default=[Toleration(**GPU_TOLERATION)],
         max_length=32,
-        description="tolerations of the node daemon, for tainted GPU nodes.",
-        json_schema_extra={"x-kubernetes-list-type": "atomic"},
+        description="tolerations of the node daemon; by default the taint that GPU nodes commonly have.",
+        json_schema_extra={"default": [dict(GPU_TOLERATION)], "x-kubernetes-list-type": "atomic"},
     )
     capacity: Quantity = Field(
         description="capacity is the bytes of huge pages on each node, a multiple of pageSize. Growing takes pages "

@@ -13,7 +13,7 @@ from kvoffload.api.conditions import RegionCondition, RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPoolSpec, PageSize
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.units import format_bytes
-from kvoffload_operator.observe import ObservedDaemonPod, ObservedNode
+from kvoffload_operator.observe import ObservedDaemonPod, ObservedNode, ObservedTaint
 
 
 class NodeState(StrEnum):
@@ -68,6 +68,11 @@ NodeCheck = Callable[[NodeFacts], NodeViolation | None]
 
 _SYSFS = {PageSize.MI_2: "hugepages-2048kB", PageSize.GI_1: "hugepages-1048576kB"}
 _BOOT = {PageSize.MI_2: "hugepagesz=2M hugepages={pages}", PageSize.GI_1: "hugepagesz=1G hugepages={pages}"}
+_TOLERATED_BY_DAEMONSETS = frozenset(
+    f"node.kubernetes.io/{name}"
+    for name in ("not-ready", "unreachable", "disk-pressure", "memory-pressure", "pid-pressure", "unschedulable")
+)
+"""Taints that Kubernetes' DaemonSet controller adds a toleration for to every pod without host network."""
 
 
 def is_short_of_pages(facts: NodeFacts) -> NodeViolation | None:
@@ -109,6 +114,32 @@ def daemon_fails(facts: NodeFacts) -> NodeViolation | None:
     )
 
 
+def taint_is_not_tolerated(facts: NodeFacts) -> NodeViolation | None:
+    """No daemon runs there, and none is made: the DaemonSet controller passes over nodes whose taints it may not."""
+    if facts.daemon_runs:
+        return None
+    unknown = [taint for taint in facts.node.taints if not _is_tolerated(taint, facts.spec)]
+    if not unknown:
+        return None
+    taint = unknown[0]
+    toleration = f"{{key: {taint.key}, operator: Exists, effect: {taint.effect}}}"
+    return NodeViolation(
+        NodeState.PENDING,
+        RegionReason.TAINT_NOT_TOLERATED,
+        f"node {facts.node.name} has the taint {taint}, which the pool does not tolerate: no daemon runs there. Add "
+        f"`{toleration}` to spec.tolerations, or leave the node out by spec.nodeSelector",
+    )
+
+
+def _is_tolerated(taint: ObservedTaint, spec: KVOffloadPoolSpec) -> bool:
+    return taint.key in _TOLERATED_BY_DAEMONSETS or any(
+        one.effect in ("", taint.effect)
+        and (one.key == taint.key or (one.key == "" and one.operator == "Exists"))
+        and (one.operator == "Exists" or one.value == taint.value)
+        for one in spec.tolerations
+    )
+
+
 def daemon_is_pending(facts: NodeFacts) -> NodeViolation | None:
     """No daemon runs there yet."""
     pod = facts.daemon_pod
@@ -120,7 +151,7 @@ def daemon_is_pending(facts: NodeFacts) -> NodeViolation | None:
     )
 
 
-NODE_CHECKS: tuple[NodeCheck, ...] = (is_short_of_pages, daemon_fails, daemon_is_pending)
+NODE_CHECKS: tuple[NodeCheck, ...] = (is_short_of_pages, daemon_fails, taint_is_not_tolerated, daemon_is_pending)
 """What the operator knows: the condition NodeReady."""
 
 

@@ -220,6 +220,39 @@ def test_the_daemon_s_pod_decides_where_not_all_are_available(
     assert (violation.reason if violation else None) == reason
 
 
+TAINT = {"key": "dedicated", "value": "training", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("taint", "tolerations", "reason"),
+    [
+        (TAINT, [], "TaintNotTolerated"),
+        (TAINT, [{"key": "other", "operator": "Exists"}], "TaintNotTolerated"),
+        (TAINT, [{"key": "dedicated", "operator": "Exists", "effect": "NoExecute"}], "TaintNotTolerated"),
+        (TAINT, [{"key": "dedicated", "value": "serving"}], "TaintNotTolerated"),
+        (TAINT, [{"key": "dedicated", "value": "training"}], "DaemonPending"),
+        (TAINT, [{"operator": "Exists"}], "DaemonPending"),
+        ({**TAINT, "effect": "PreferNoSchedule"}, [], "DaemonPending"),
+        ({"key": "node.kubernetes.io/not-ready", "effect": "NoExecute"}, [], "DaemonPending"),
+        ({"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}, None, "DaemonPending"),
+        ({"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}, [], "TaintNotTolerated"),
+    ],
+)
+def test_a_taint_that_keeps_the_daemon_away_is_named_with_its_toleration(
+    taint: dict[str, str], tolerations: list[dict[str, str]] | None, reason: str
+) -> None:
+    node = observe_node({**node_manifest("a", labels=RUN), "spec": {"taints": [taint]}})
+    given = {} if tolerations is None else {"tolerations": tolerations}
+    plan = plan_pool(facts(pool_manifest(**given), nodes=(node,), regions={}, daemon_pods={}), OPTIONS)
+    violation = plan.nodes[0].violation
+    assert violation is not None
+    assert violation.reason == reason
+    if reason == "TaintNotTolerated":
+        shown = f"{taint['key']}={taint['value']}:{taint['effect']}"
+        assert shown in violation.message
+        assert f"{{key: {taint['key']}, operator: Exists, effect: {taint['effect']}}}" in violation.message
+
+
 @pytest.mark.parametrize(
     ("before", "pod", "written"),
     [
