@@ -40,6 +40,8 @@ MAX_MESSAGE_NODES = 3
 MAX_PROBLEM_MESSAGE = 1024
 AS_TOLD = frozenset({PoolReason.OBSERVING, PoolReason.PAUSED, PoolReason.ROLLOUT_IN_PROGRESS})
 """Reasons of a condition that is False because the pool does what its administrator said: no warning."""
+BEGINNING = frozenset({PoolReason.NO_NODE_READY, PoolReason.REGIONS_PENDING})
+"""Reasons that every pool has in its first seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,13 @@ class Transition:
     """A condition whose status or reason changed: an event."""
 
     condition: Condition
+    is_first: bool = False
+    """Of a new pool, which had no such condition before."""
 
     @property
     def is_warning(self) -> bool:
         """Whether it is a change for the worse that nobody asked for."""
-        if self.condition.reason in AS_TOLD:
+        if self.condition.reason in AS_TOLD or (self.is_first and self.condition.reason in BEGINNING):
             return False
         bad = "True" if self.condition.type == PoolCondition.DEGRADED else "False"
         return self.condition.status == bad
@@ -263,7 +267,7 @@ def find_transitions(previous: Mapping[str, Any], status: KVOffloadPoolStatus) -
     changed = []
     for condition in status.conditions:
         old = find(before, condition.type)
-        change = Transition(condition)
+        change = Transition(condition, is_first=old is None)
         if old is None:
             # a new pool: only what is wrong is news, and whether it is ready
             is_news = change.is_warning or condition.type == PoolCondition.READY

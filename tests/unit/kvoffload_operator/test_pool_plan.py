@@ -403,6 +403,11 @@ def test_events_follow_changes_and_nothing_else() -> None:
     first = find_transitions({}, plan.status)
     assert [one.condition.type for one in first] == ["Ready"], "of a new pool only Ready is news"
     assert find_transitions(plan.status.to_manifest(), plan.status) == []
+    beginning = plan_pool(facts(regions={}, daemonset=None, daemon_pods={}), OPTIONS).status
+    assert beginning is not None
+    assert [(one.condition.reason, one.is_warning) for one in find_transitions({}, beginning)] == [
+        ("NoNodeReady", False)
+    ]
     worse = plan_pool(facts(with_status(pool_manifest(), plan), regions={"a": serving("a")}), OPTIONS)
     assert worse.status is not None
     changed = find_transitions(plan.status.to_manifest(), worse.status)
