@@ -341,6 +341,25 @@ def test_a_pool_that_does_as_told_warns_of_nothing_but_what_is_wrong(mode: str) 
     assert [one.condition.type for one in find_transitions({}, lacking) if one.is_warning] == ["HugepagesAvailable"]
 
 
+def test_a_paused_pool_still_counts_the_pages_that_it_keeps() -> None:
+    paused = condition("Ready", "False", "Paused", "the pool's mode is Paused")
+    runs = condition("NodeReady", reason="DaemonRunning")
+    kept = {name: region(name, runs, paused, capacityBytes=1 << 30, usedBytes=5 << 20) for name in "ab"}
+    status = plan_pool(facts(pool_manifest(mode="Paused"), regions=kept), OPTIONS).status
+    assert status is not None
+    assert (status.capacity_bytes, status.used_bytes) == (2 << 30, 10 << 20)
+
+
+def test_pages_that_the_kubelet_counts_and_the_daemon_cannot_have_are_not_available() -> None:
+    gone = condition("Ready", "False", "PagesUnavailable", "64Mi of 2Mi pages are free, needed 1Gi: 480 pages too few")
+    runs = condition("NodeReady", reason="DaemonRunning")
+    plan = plan_pool(facts(regions={"a": region("a", runs, gone), "b": serving("b")}), OPTIONS)
+    found = status_condition(plan, "HugepagesAvailable")
+    assert (found.status, found.reason) == ("False", "NodesShortOfPages")
+    assert "1 of 2 nodes" in found.message
+    assert "480 pages too few" in found.message
+
+
 def test_an_invalid_spec_is_a_condition_and_changes_nothing_else() -> None:
     bad = pool_manifest()
     bad["spec"]["capacity"] = (1 << 30) + 1
