@@ -100,7 +100,7 @@ def _build_pages(situation: Situation, paths: HostPaths) -> Finding:
 def _build_degraded(situation: Situation) -> Finding:
     kind, region = RegionCondition.DEGRADED, situation.region
     if region is not None and not region.mount.is_hugetlbfs:
-        message = "there are no huge pages: shared memory in pages of 4 KiB is slower to copy and to register"
+        message = "fallback is SharedMemory: pages of 4 KiB are slower to copy and to register than huge ones"
         return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
     if region is not None and region.extents.num_above_capacity:
         message = (

@@ -114,7 +114,7 @@ def ensure_programs(log: Path) -> list[Path]:
     """Build what the cache lacks and return the paths of all programs, the pause program last."""
     missing = [program.name for program in PROGRAMS if not program.is_built]
     if missing:
-        say(f"To be built once, into {cache_root()}: {', '.join(missing)}; all four take 20 to 35 min on two cores")
+        say(f"To be built once, into {cache_root()}: {', '.join(missing)}; all four take 12 to 20 min on two cores")
     paths = []
     for program in PROGRAMS:
         ensure_program(program, log=log)

@@ -2,9 +2,10 @@
 
 import time
 
+from hack.cache import REPOSITORY
 from hack.cluster.settings import ClusterSettings
 from hack.console import main_guard, say
-from hack.demo.run import OUTPUT, run
+from hack.demo.run import MANIFESTS, OUTPUT, run
 from hack.demo.summary import print_summary
 
 
@@ -16,8 +17,8 @@ def main() -> None:
     say(f"\nCross-engine hits (chunks that B loaded and A had stored): {shared.figures.cross_engine_hits}")
     say(f"Figures: {OUTPUT / 'summary.json'}; took {time.monotonic() - started:.0f} s.")
     say(
-        'The cluster and the chart still run: eval "$(make -s env)"; kubectl apply -f examples/vllm/pool.yaml; '
-        "kubectl get kvpool,kvregion; `make demo-down` ends them."
+        f'The cluster and the chart still run. To go on by hand: eval "$(make -s env)"; kubectl apply -f '
+        f"{MANIFESTS.relative_to(REPOSITORY)}; examples/README.md shows how to ask. `make demo-down` ends them."
     )
 
 

@@ -19,7 +19,16 @@ from hack.demo import servers
 from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool, install_chart, read_region
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import Prometheus, running_prometheus
-from hack.demo.servers import Answer, Server, ServerFiles, demo_prompts, start_servers, stop_servers, wait_server
+from hack.demo.servers import (
+    Answer,
+    Server,
+    ServerFiles,
+    demo_prompts,
+    start_servers,
+    stop_servers,
+    wait_server,
+    write_manifests,
+)
 from hack.demo.summary import Summary, read_kubernetes_view
 from hack.images.build import BuiltImages, build_images, load_images
 from hack.vllm.environment import ensure_vllm_environment
@@ -29,6 +38,7 @@ from kvoffload.layout.extents import plan_extent_bytes
 POOL = "demo"
 SERVERS = ("vllm-a", "vllm-b")
 OUTPUT = BUILD / "demo"
+MANIFESTS = OUTPUT / "manifests"
 NODE = 'component="node"'
 
 
@@ -87,6 +97,7 @@ def prepare(settings: ClusterSettings) -> Stage:
     files = ServerFiles(image=images.python, environment=ensure_vllm_environment(), model=ensure_model("tiny-deepseek"))
     kubernetes = Kubernetes(settings)
     kubernetes.ensure_namespace(servers.NAMESPACE)
+    write_manifests(files, MANIFESTS, pool=POOL)
     return Stage(kubernetes=kubernetes, images=images, files=files)
 
 
@@ -119,7 +130,10 @@ def run_shared(stage: Stage, prometheus: Prometheus) -> SharedRun:
     with step("Sending the prompts to A, each twice"):
         cold_a = ask(server_a, prompts)
         wait_stored(prometheus)
-        say("    again, from the cache; a late token may differ: the rest of a prompt is computed in another piece")
+        say(
+            "    again, from the cache. Answers may differ from the first ones: vLLM's CPU kernels for latent\n"
+            "    attention round differently for a whole prompt and for the rest of one, whoever kept the cache"
+        )
         warm_a = ask(server_a, prompts)
     with step("Sending the same prompts to B, which has never seen them"):
         first_b = ask(server_b, prompts)

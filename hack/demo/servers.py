@@ -39,7 +39,7 @@ class ServerFiles:
     model: Path
 
     def render(self, manifest: Path, *, pool: str) -> str:
-        """Fill in a manifest of examples/vllm."""
+        """Fill in a manifest of examples/vllm; one without names in braces stays as it is."""
         return string.Template(manifest.read_text()).substitute(
             POOL=pool,
             IMAGE=self.image,
@@ -48,6 +48,13 @@ class ServerFiles:
             MODEL=self.model,
             CACHE=cache_root() / "vllm-cache",
         )
+
+
+def write_manifests(files: ServerFiles, folder: Path, *, pool: str) -> None:
+    """Write the pool and the servers as files that `kubectl apply -f` takes, for who wants to try by hand."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for manifest in sorted(EXAMPLES.glob("*.yaml")):
+        (folder / manifest.name).write_text(files.render(manifest, pool=pool))
 
 
 def demo_prompts() -> list[list[int]]:

@@ -31,6 +31,19 @@ Manifest = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class ObservedTaint:
+    """A taint of a node."""
+
+    key: str
+    value: str
+    effect: str
+
+    def __str__(self) -> str:
+        """As kubectl writes it."""
+        return f"{self.key}{'=' * bool(self.value)}{self.value}:{self.effect}"
+
+
+@dataclass(frozen=True, slots=True)
 class ObservedNode:
     """A node: its labels, and the bytes of huge pages that pods may ask for in all."""
 
@@ -38,6 +51,8 @@ class ObservedNode:
     labels: Mapping[str, str]
     allocatable_page_bytes: Mapping[PageSize, int]
     total_page_bytes: Mapping[PageSize, int]
+    taints: tuple[ObservedTaint, ...]
+    """Those that keep pods away: PreferNoSchedule does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +126,11 @@ def observe_node(manifest: Manifest) -> ObservedNode:
         labels=dict(manifest["metadata"].get("labels") or {}),
         allocatable_page_bytes=_pages(status.get("allocatable", {})),
         total_page_bytes=_pages(status.get("capacity", {})),
+        taints=tuple(
+            ObservedTaint(taint["key"], taint.get("value") or "", taint["effect"])
+            for taint in manifest.get("spec", {}).get("taints") or []
+            if taint["effect"] != "PreferNoSchedule"
+        ),
     )
 
 

@@ -40,6 +40,10 @@ MAX_MESSAGE_NODES = 3
 MAX_PROBLEM_MESSAGE = 1024
 AS_TOLD = frozenset({PoolReason.OBSERVING, PoolReason.PAUSED, PoolReason.ROLLOUT_IN_PROGRESS})
 """Reasons of a condition that is False because the pool does what its administrator said: no warning."""
+PAGES_REFUSED = frozenset({RegionReason.PAGES_UNAVAILABLE, RegionReason.CGROUP_LIMIT, RegionReason.NO_HUGETLBFS})
+"""Reasons of a daemon that cannot have pages, whatever the kubelet says of them."""
+BEGINNING = frozenset({PoolReason.NO_NODE_READY, PoolReason.REGIONS_PENDING})
+"""Reasons that every pool has in its first seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,13 @@ class Transition:
     """A condition whose status or reason changed: an event."""
 
     condition: Condition
+    is_first: bool = False
+    """Of a new pool, which had no such condition before."""
 
     @property
     def is_warning(self) -> bool:
         """Whether it is a change for the worse that nobody asked for."""
-        if self.condition.reason in AS_TOLD:
+        if self.condition.reason in AS_TOLD or (self.is_first and self.condition.reason in BEGINNING):
             return False
         bad = "True" if self.condition.type == PoolCondition.DEGRADED else "False"
         return self.condition.status == bad
@@ -110,8 +116,8 @@ def build_pool_status(
         )
 
     served = [regions[plan.node] for plan in nodes if plan.node in regions]
-    # a region's numbers count while its daemon answers for them
-    alive = [regions[plan.node] for plan in nodes if plan.state is NodeState.READY and plan.node in regions]
+    # a region's numbers count while its daemon answers for them, also of a pool that is paused and keeps its pages
+    alive = [regions[plan.node] for plan in nodes if plan.node in regions and _answers(plan)]
     return KVOffloadPoolStatus(
         observed_generation=pool.generation,
         conditions=[
@@ -188,6 +194,12 @@ def _ready(
     return "False", PoolReason.SOME_NODES_NOT_READY, f"{found}, pods are served there. {detail}"
 
 
+def _answers(plan: NodePlan) -> bool:
+    return plan.state is NodeState.READY or (
+        plan.violation is not None and plan.violation.reason in (RegionReason.PAUSED, RegionReason.OBSERVING)
+    )
+
+
 def _name_problems(nodes: Sequence[NodePlan], *states: NodeState) -> str:
     violations = [
         plan.violation
@@ -237,6 +249,14 @@ def _pages(
         detail = _name_problems(nodes, NodeState.SHORT_OF_PAGES)
         found = f"{counts.short_of_pages} of {counts.matching} nodes are short of pages"
         return "False", PoolReason.NODES_SHORT_OF_PAGES, f"{found}. {detail}"
+    refused = [
+        plan.violation.message
+        for plan in sorted(nodes, key=lambda plan: plan.node)
+        if plan.violation is not None and plan.violation.reason in PAGES_REFUSED
+    ]
+    if refused:
+        found = f"{len(refused)} of {counts.matching} nodes do not give the pages that their kubelet counts"
+        return "False", PoolReason.NODES_SHORT_OF_PAGES, f"{found}. {'; '.join(refused[:MAX_MESSAGE_NODES])}"
     need = f"{format_bytes(spec.capacity)} of {spec.page_size.value} pages"
     return "True", PoolReason.PAGES_SUFFICIENT, f"each of {counts.matching} nodes has {need} allocatable"
 
@@ -263,7 +283,7 @@ def find_transitions(previous: Mapping[str, Any], status: KVOffloadPoolStatus) -
     changed = []
     for condition in status.conditions:
         old = find(before, condition.type)
-        change = Transition(condition)
+        change = Transition(condition, is_first=old is None)
         if old is None:
             # a new pool: only what is wrong is news, and whether it is ready
             is_news = change.is_warning or condition.type == PoolCondition.READY

@@ -92,7 +92,8 @@ async def _replica_ailment(kube: KubeClient, settings: Settings, name: str) -> I
     if not status.get("availableReplicas", 0):
         return InjectionHealth(
             PoolReason.WEBHOOK_UNAVAILABLE,
-            f"0 of {status.get('replicas', 0)} replicas of {settings.namespace}/{name} are available: new pods start "
-            "without offload",
+            f"none of the webhook's Deployments is available ({settings.namespace}/{name}: 0 of "
+            f"{status.get('replicas', 0)} pods): new pods start without offload; `kubectl get pods -n "
+            f"{settings.namespace} -l app.kubernetes.io/component=webhook` and their logs say why",
         )
     return None

@@ -144,6 +144,20 @@ def test_the_schema_has_every_value_and_no_other() -> None:
     compare(schema["properties"], values, "values")
 
 
+@pytest.mark.parametrize("value", ["0.25", "1", "0"])
+def test_the_step_deadline_can_be_given_on_the_command_line(helm: str, value: str) -> None:
+    """helm takes a number with a point in `--set` for a string."""
+    deployments = [one for one in render(helm, f"engine.stepDeadlineSeconds={value}") if one["kind"] == "Deployment"]
+    found = {
+        variable["value"]
+        for one in deployments
+        for container in one["spec"]["template"]["spec"]["containers"]
+        for variable in container["env"]
+        if variable["name"] == "KVOFFLOAD_ENGINE_STEP_DEADLINE_SECONDS"
+    }
+    assert found == ({value} if float(value) else set())
+
+
 def test_crds_are_not_templates() -> None:
     assert {path.name for path in Path(CHART / "crds").iterdir()} == {
         "kvoffload.io_kvoffloadpools.yaml",

@@ -71,6 +71,12 @@ def test_status_shows_both_engines_replicated(tools: ToolOutputs) -> None:
     assert all(engine["podName"] in tools.plugin["status"].output for engine in engines)
 
 
+def test_a_prompt_that_is_sent_as_the_examples_say_is_found_by_the_other_server(tools: ToolOutputs) -> None:
+    first, of_the_other = tools.cached_by_hand
+    assert first == 0
+    assert of_the_other >= 256
+
+
 def test_explain_shows_predicted_beside_confirmed_and_the_other_pod(tools: ToolOutputs) -> None:
     answers = {name: done.document for name, done in tools.plugin.items() if name.startswith("explain demo/")}
     assert len(answers) == 2

@@ -10,7 +10,7 @@ import yaml
 from fixtures.examples import CRDS, EXAMPLES, example_files, objects_in, pods_of
 from hack.demo.installation import delete_pool
 from hack.demo.kubernetes import Kubernetes
-from hack.demo.run import Stage
+from hack.demo.run import MANIFESTS, Stage
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -44,6 +44,10 @@ def cluster(release: Stage) -> Iterator[Kubernetes]:
 @pytest.mark.parametrize("path", example_files(), ids=lambda path: path.name)
 def test_the_api_server_takes_every_object(cluster: Kubernetes, path: Path) -> None:
     cluster.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", path)
+
+
+def test_the_api_server_takes_what_the_demo_leaves_to_go_on_with(cluster: Kubernetes) -> None:
+    cluster.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", MANIFESTS)
 
 
 def workloads() -> list[Any]:

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hack.cache import REPOSITORY
+from hack.console import wait_until
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import Prometheus
 from hack.demo.run import OUTPUT, POOL
@@ -38,6 +41,8 @@ class ToolOutputs:
     plugin: dict[str, Done]
     queries: list[tuple[str, str, Samples]]
     picture: Path
+    cached_by_hand: list[int]
+    """Cached tokens of the answers of A and then B to a prompt that is sent as examples/README.md says."""
 
 
 def run_plugin(kubernetes: Kubernetes, *arguments: str, program: str = "") -> Done:
@@ -51,6 +56,22 @@ def run_plugin(kubernetes: Kubernetes, *arguments: str, program: str = "") -> Do
     command = ["kubectl", *([program] if program else []), "kvoffload", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def ask_by_hand(kubernetes: Kubernetes, server: str) -> int:
+    """Run the shell function of examples/README.md; the answer's cached tokens."""
+    function = re.search(
+        r"^ask\(\) \{.*?^\}$", (REPOSITORY / "examples" / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert function is not None
+    environment = os.environ | {
+        "KUBECONFIG": str(kubernetes.settings.kubeconfig),
+        "PATH": f"{kubernetes.settings.binaries}:{os.environ['PATH']}",
+    }
+    command = ["bash", "-euc", f"{function[0]}\nask {server}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    details = json.loads(done.stdout)["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
 
 
 def use_tools(kubernetes: Kubernetes, prometheus: Prometheus, pods: list[str]) -> ToolOutputs:
@@ -67,6 +88,9 @@ def use_tools(kubernetes: Kubernetes, prometheus: Prometheus, pods: list[str]) -
     plugin = {name: run_plugin(kubernetes, *arguments) for name, arguments in commands.items()}
     prometheus.wait_scraped()
     queries = [(title, query, prometheus.query(query)) for title, query in dashboard_queries()]
+    cached = [ask_by_hand(kubernetes, "vllm-a")]
+    wait_until("B to find what A was asked by hand", lambda: ask_by_hand(kubernetes, "vllm-b") > 0, timeout_seconds=30)
+    cached.append(ask_by_hand(kubernetes, "vllm-b"))
     picture = OUTPUT / "dashboard.png"
     screenshot.main([prometheus.address, "--minutes", "5", "--out", str(picture)])
-    return ToolOutputs(plugin=plugin, queries=queries, picture=picture)
+    return ToolOutputs(plugin=plugin, queries=queries, picture=picture, cached_by_hand=cached)

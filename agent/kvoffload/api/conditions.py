@@ -109,10 +109,11 @@ class RegionCondition(StrEnum):
 
 
 class RegionReason(StrEnum):
-    """Reasons in a KVOffloadRegion's conditions; the first five are the operator's, the rest the daemon's."""
+    """Reasons in a KVOffloadRegion's conditions; the first six are the operator's, the rest the daemon's."""
 
     DAEMON_RUNNING = "DaemonRunning"
     NODE_SHORT_OF_PAGES = "NodeShortOfPages"
+    TAINT_NOT_TOLERATED = "TaintNotTolerated"
     DAEMON_PENDING = "DaemonPending"
     DAEMON_NOT_REPORTING = "DaemonNotReporting"
     DAEMON_FAILING = "DaemonFailing"

@@ -5,6 +5,7 @@ one field stand in `SPEC_RULES` as CEL, so that the API server refuses what cann
 `webhook/validation.py` says the same of pools that an older CRD let in.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -141,6 +142,10 @@ class LabelSelector(ApiModel):
     )
 
 
+GPU_TOLERATION: Mapping[str, Any] = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+"""What GPU pods tolerate where GPU nodes are tainted, and so the daemon beside them."""
+
+
 class Toleration(ApiModel):
     """A taint that the node daemon tolerates, as in a pod."""
 
@@ -201,6 +206,8 @@ class Quota(ApiModel):
 
 _PAGE = "(self.pageSize == '1Gi' ? 1073741824 : 2097152)"
 _CAPACITY = _bytes("self.capacity")
+_NEAREST = f"({_CAPACITY} < {_PAGE} ? 1 : {_CAPACITY} / {_PAGE})"
+"""Pages just below the capacity; one where that would be none."""
 _GUARANTEED = f"self.quotas.map(q, {_bytes('q.guaranteed')}).sum()"
 
 SPEC_RULES: list[dict[str, str]] = [
@@ -208,8 +215,7 @@ SPEC_RULES: list[dict[str, str]] = [
         "rule": f"{_is_whole('self.capacity')} && {_CAPACITY} > 0 && {_CAPACITY} % {_PAGE} == 0",
         # one format() of a literal: the cost of concatenating what it gives would be taken for boundless
         "messageExpression": "'%s is not a positive multiple of the page size %s: the nearest multiples are %d and %d "
-        f"bytes'.format([self.capacity, self.pageSize, {_CAPACITY} / {_PAGE} * {_PAGE}, "
-        f"({_CAPACITY} / {_PAGE} + 1) * {_PAGE}])",
+        f"bytes'.format([self.capacity, self.pageSize, {_NEAREST} * {_PAGE}, ({_NEAREST} + 1) * {_PAGE}])",
         "message": "capacity must be a positive multiple of pageSize",
         "fieldPath": ".capacity",
     },
@@ -230,7 +236,7 @@ SPEC_RULES: list[dict[str, str]] = [
     {
         "rule": "self.sharing == oldSelf.sharing",
         "messageExpression": "'sharing cannot be changed from ' + oldSelf.sharing + ' to ' + self.sharing + "
-        "' while tenants hold blocks: make a second pool and delete this one'",
+        "': blocks that are there would change hands; make a second pool and delete this one'",
         "message": "sharing cannot be changed",
         "fieldPath": ".sharing",
     },
@@ -248,10 +254,10 @@ class KVOffloadPoolSpec(ApiModel):
         description="nodeSelector is the labels of the nodes that give memory; empty: every node.",
     )
     tolerations: list[Toleration] = Field(
-        default=[],
+        default=[Toleration(**GPU_TOLERATION)],
         max_length=32,
-        description="tolerations of the node daemon, for tainted GPU nodes.",
-        json_schema_extra={"x-kubernetes-list-type": "atomic"},
+        description="tolerations of the node daemon; by default the taint that GPU nodes commonly have.",
+        json_schema_extra={"default": [dict(GPU_TOLERATION)], "x-kubernetes-list-type": "atomic"},
     )
     capacity: Quantity = Field(
         description="capacity is the bytes of huge pages on each node, a multiple of pageSize. Growing takes pages "
@@ -262,8 +268,9 @@ class KVOffloadPoolSpec(ApiModel):
     )
     fallback: Fallback = Field(
         default=Fallback.NONE,
-        description="fallback where huge pages cannot be had: None refuses with a condition, SharedMemory takes 4 KiB "
-        "pages on tmpfs and says so in the condition Degraded.",
+        description="fallback instead of huge pages: None takes huge pages, and says in a condition where they cannot "
+        "be had; SharedMemory takes 4 KiB pages on tmpfs on every node, also where huge pages are free, and says so in "
+        "the condition Degraded.",
     )
     numa_policy: NumaPolicy = Field(
         default=NumaPolicy.INTERLEAVE,

@@ -89,14 +89,12 @@ def speaks_of_itself(region: KVOffloadRegion) -> bool:
 
 def is_explained(facts: ClusterFacts, region: KVOffloadRegion) -> bool:
     """Whether another finding says why the region is not ready."""
-    spec = region.spec
     node_ready, ready = (find(region.status.conditions, kind) for kind in ("NodeReady", "Ready"))
-    place = {"pool": spec.pool_name, "node": spec.node_name}
-    node_is_unready = node_ready is not None and node_ready.status == "False"
-    if (ready is None or node_is_unready) and is_short_by_name(facts, **place):
+    said = node_ready if node_ready is not None and node_ready.status == "False" else ready
+    place = {"pool": region.spec.pool_name, "node": region.spec.node_name}
+    if (ready is None or said is node_ready) and is_short_by_name(facts, **place):
         return True
-    is_of_the_pod = ready is None or node_is_unready or ready.reason in PASSING_REASONS
-    if not is_of_the_pod:
+    if said is not None and said.reason not in (*PASSING_REASONS, RegionReason.DAEMON_FAILING):
         return False
-    pods = [pod for pod in facts.daemons if (pod.pool, pod.node) == (spec.pool_name, spec.node_name)]
+    pods = [pod for pod in facts.daemons if (pod.pool, pod.node) == (place["pool"], place["node"])]
     return is_passing(facts, **place) or any(not pod.is_ready and not pod.is_deleting for pod in pods)

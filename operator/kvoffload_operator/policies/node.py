@@ -14,7 +14,7 @@ from kvoffload.api.pool import Fallback, KVOffloadPoolSpec
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.api.reservation import reserve_remedy
 from kvoffload.units import format_bytes
-from kvoffload_operator.observe import ObservedDaemonPod, ObservedNode
+from kvoffload_operator.observe import ObservedDaemonPod, ObservedNode, ObservedTaint
 
 
 class NodeState(StrEnum):
@@ -67,6 +67,12 @@ class NodeViolation:
 
 NodeCheck = Callable[[NodeFacts], NodeViolation | None]
 
+_TOLERATED_BY_DAEMONSETS = frozenset(
+    f"node.kubernetes.io/{name}"
+    for name in ("not-ready", "unreachable", "disk-pressure", "memory-pressure", "pid-pressure", "unschedulable")
+)
+"""Taints that Kubernetes' DaemonSet controller adds a toleration for to every pod without host network."""
+
 
 def is_short_of_pages(facts: NodeFacts) -> NodeViolation | None:
     """The node's allocatable pages, less those of other pools, do not hold the capacity."""
@@ -106,6 +112,32 @@ def daemon_fails(facts: NodeFacts) -> NodeViolation | None:
     )
 
 
+def taint_is_not_tolerated(facts: NodeFacts) -> NodeViolation | None:
+    """No daemon runs there, and none is made: the DaemonSet controller passes over nodes whose taints it may not."""
+    if facts.daemon_runs:
+        return None
+    unknown = [taint for taint in facts.node.taints if not _is_tolerated(taint, facts.spec)]
+    if not unknown:
+        return None
+    taint = unknown[0]
+    toleration = f"{{key: {taint.key}, operator: Exists, effect: {taint.effect}}}"
+    return NodeViolation(
+        NodeState.PENDING,
+        RegionReason.TAINT_NOT_TOLERATED,
+        f"node {facts.node.name} has the taint {taint}, which the pool does not tolerate: no daemon runs there. Add "
+        f"`{toleration}` to spec.tolerations, or leave the node out by spec.nodeSelector",
+    )
+
+
+def _is_tolerated(taint: ObservedTaint, spec: KVOffloadPoolSpec) -> bool:
+    return taint.key in _TOLERATED_BY_DAEMONSETS or any(
+        one.effect in ("", taint.effect)
+        and (one.key == taint.key or (one.key == "" and one.operator == "Exists"))
+        and (one.operator == "Exists" or one.value == taint.value)
+        for one in spec.tolerations
+    )
+
+
 def daemon_is_pending(facts: NodeFacts) -> NodeViolation | None:
     """No daemon runs there yet."""
     pod = facts.daemon_pod
@@ -117,7 +149,7 @@ def daemon_is_pending(facts: NodeFacts) -> NodeViolation | None:
     )
 
 
-NODE_CHECKS: tuple[NodeCheck, ...] = (is_short_of_pages, daemon_fails, daemon_is_pending)
+NODE_CHECKS: tuple[NodeCheck, ...] = (is_short_of_pages, daemon_fails, taint_is_not_tolerated, daemon_is_pending)
 """What the operator knows: the condition NodeReady."""
 
 

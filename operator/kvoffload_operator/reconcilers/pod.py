@@ -69,7 +69,8 @@ def _not_injected(pod: ObservedPod) -> PodPlan:
         hint = "" if documented else " (not a reason of this version)"
         return PodPlan(
             PodEvent.NOT_INJECTED,
-            f"not injected for pool {pod.pool}: {pod.skip_reason}{hint}; it serves without offload",
+            f"not injected for pool {pod.pool}: {pod.skip_reason}{hint}; it serves without offload. `kubectl kvoffload "
+            f"explain pod {pod.namespace}/{pod.name}` has the remedy; the pod must be created anew for it",
             warning=pod.skip_reason != SkipReason.POOL_OBSERVED,
         )
     return PodPlan(

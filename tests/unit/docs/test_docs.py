@@ -102,6 +102,19 @@ def test_promtool_passes_the_rules(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_prometheus_takes_the_scrape_configuration(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (DOCS / "monitoring.md").read_text(), flags=re.DOTALL)
+    configuration = yaml.safe_load(text)
+    (job,) = configuration["scrape_configs"]
+    assert job.pop("kubernetes_sd_configs") == [{"role": "pod", "namespaces": {"names": ["kvoffload-system"]}}]
+    path = tmp_path / "prometheus.yml"  # without the part that Debian's Prometheus is built without
+    path.write_text(yaml.safe_dump(configuration))
+    done = subprocess.run(["promtool", "check", "config", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    targets = {relabel.get("target_label") for relabel in job["relabel_configs"]}
+    assert {"component", "pool", "node"} <= targets, "the alert rules and the dashboard ask by these"
+
+
 def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -45,8 +45,8 @@ def one_node(region_status: Object, *daemons: Object, updated: int = 1, pages: s
 
 def says(kind: str, reason: str) -> Object:
     """A region's status of which the daemon, or the operator, says so."""
-    node_ready = condition("NodeReady", "True", "DaemonRunning")
-    return {"conditions": [node_ready, condition(kind, "False", reason, "words")]}
+    node_ready = [condition("NodeReady", "True", "DaemonRunning")] if kind != "NodeReady" else []
+    return {"conditions": [*node_ready, condition(kind, "False", reason, "words")]}
 
 
 def draining() -> Object:
@@ -96,6 +96,13 @@ def test_the_words_of_a_daemon_are_given_once() -> None:
         "region_does_not_serve",
         "NoHugetlbfs: words",
     )
+
+
+@pytest.mark.parametrize("updated", [0, 1])
+def test_a_taint_is_said_once_also_during_a_rollout(updated: int) -> None:
+    found = findings_of(one_node(says("NodeReady", "TaintNotTolerated"), updated=updated))
+    errors = [one for one in found if one.severity is Severity.ERROR]
+    assert [(one.check, one.message) for one in errors] == [("region_does_not_serve", "TaintNotTolerated: words")]
 
 
 def test_a_node_short_of_pages_is_one_error() -> None:

@@ -224,6 +224,39 @@ def test_the_daemon_s_pod_decides_where_not_all_are_available(
     assert (violation.reason if violation else None) == reason
 
 
+TAINT = {"key": "dedicated", "value": "training", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("taint", "tolerations", "reason"),
+    [
+        (TAINT, [], "TaintNotTolerated"),
+        (TAINT, [{"key": "other", "operator": "Exists"}], "TaintNotTolerated"),
+        (TAINT, [{"key": "dedicated", "operator": "Exists", "effect": "NoExecute"}], "TaintNotTolerated"),
+        (TAINT, [{"key": "dedicated", "value": "serving"}], "TaintNotTolerated"),
+        (TAINT, [{"key": "dedicated", "value": "training"}], "DaemonPending"),
+        (TAINT, [{"operator": "Exists"}], "DaemonPending"),
+        ({**TAINT, "effect": "PreferNoSchedule"}, [], "DaemonPending"),
+        ({"key": "node.kubernetes.io/not-ready", "effect": "NoExecute"}, [], "DaemonPending"),
+        ({"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}, None, "DaemonPending"),
+        ({"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}, [], "TaintNotTolerated"),
+    ],
+)
+def test_a_taint_that_keeps_the_daemon_away_is_named_with_its_toleration(
+    taint: dict[str, str], tolerations: list[dict[str, str]] | None, reason: str
+) -> None:
+    node = observe_node({**node_manifest("a", labels=RUN), "spec": {"taints": [taint]}})
+    given = {} if tolerations is None else {"tolerations": tolerations}
+    plan = plan_pool(facts(pool_manifest(**given), nodes=(node,), regions={}, daemon_pods={}), OPTIONS)
+    violation = plan.nodes[0].violation
+    assert violation is not None
+    assert violation.reason == reason
+    if reason == "TaintNotTolerated":
+        shown = f"{taint['key']}={taint['value']}:{taint['effect']}"
+        assert shown in violation.message
+        assert f"{{key: {taint['key']}, operator: Exists, effect: {taint['effect']}}}" in violation.message
+
+
 @pytest.mark.parametrize(
     ("before", "pod", "written"),
     [
@@ -312,6 +345,25 @@ def test_a_pool_that_does_as_told_warns_of_nothing_but_what_is_wrong(mode: str) 
     assert [one.condition.type for one in find_transitions({}, lacking) if one.is_warning] == ["HugepagesAvailable"]
 
 
+def test_a_paused_pool_still_counts_the_pages_that_it_keeps() -> None:
+    paused = condition("Ready", "False", "Paused", "the pool's mode is Paused")
+    runs = condition("NodeReady", reason="DaemonRunning")
+    kept = {name: region(name, runs, paused, capacityBytes=1 << 30, usedBytes=5 << 20) for name in "ab"}
+    status = plan_pool(facts(pool_manifest(mode="Paused"), regions=kept), OPTIONS).status
+    assert status is not None
+    assert (status.capacity_bytes, status.used_bytes) == (2 << 30, 10 << 20)
+
+
+def test_pages_that_the_kubelet_counts_and_the_daemon_cannot_have_are_not_available() -> None:
+    gone = condition("Ready", "False", "PagesUnavailable", "64Mi of 2Mi pages are free, needed 1Gi: 480 pages too few")
+    runs = condition("NodeReady", reason="DaemonRunning")
+    plan = plan_pool(facts(regions={"a": region("a", runs, gone), "b": serving("b")}), OPTIONS)
+    found = status_condition(plan, "HugepagesAvailable")
+    assert (found.status, found.reason) == ("False", "NodesShortOfPages")
+    assert "1 of 2 nodes" in found.message
+    assert "480 pages too few" in found.message
+
+
 def test_an_invalid_spec_is_a_condition_and_changes_nothing_else() -> None:
     bad = pool_manifest()
     bad["spec"]["capacity"] = (1 << 30) + 1
@@ -374,6 +426,11 @@ def test_events_follow_changes_and_nothing_else() -> None:
     first = find_transitions({}, plan.status)
     assert [one.condition.type for one in first] == ["Ready"], "of a new pool only Ready is news"
     assert find_transitions(plan.status.to_manifest(), plan.status) == []
+    beginning = plan_pool(facts(regions={}, daemonset=None, daemon_pods={}), OPTIONS).status
+    assert beginning is not None
+    assert [(one.condition.reason, one.is_warning) for one in find_transitions({}, beginning)] == [
+        ("NoNodeReady", False)
+    ]
     worse = plan_pool(facts(with_status(pool_manifest(), plan), regions={"a": serving("a")}), OPTIONS)
     assert worse.status is not None
     changed = find_transitions(plan.status.to_manifest(), worse.status)

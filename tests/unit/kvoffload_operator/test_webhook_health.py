@@ -36,7 +36,7 @@ class Reader:
         ([SERVING, SERVING], PoolReason.WEBHOOK_SERVING, "2 of 2 replicas answer"),
         ([AWAY, SERVING], PoolReason.WEBHOOK_SERVING, "1 of 2 replicas answer"),
         ([SERVING, NO_CONFIGURATION], PoolReason.WEBHOOK_SERVING, "1 of 2 replicas answer"),
-        ([AWAY, AWAY], PoolReason.WEBHOOK_UNAVAILABLE, "0 of 1 replicas of kvoffload-system/kvoffload-webhook-0 are"),
+        ([AWAY, AWAY], PoolReason.WEBHOOK_UNAVAILABLE, "(kvoffload-system/kvoffload-webhook-0: 0 of 1 pods)"),
         ([NO_CONFIGURATION], PoolReason.WEBHOOK_UNAVAILABLE, "Configuration kvoffload-webhook-0 is gone"),
         ([NO_CA, AWAY], PoolReason.CERTIFICATE_MISSING, "Configuration kvoffload-webhook-0 has no caBundle"),
         ([], PoolReason.WEBHOOK_UNAVAILABLE, "webhook.replicas is 0"),
