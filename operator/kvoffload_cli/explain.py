@@ -182,14 +182,14 @@ def _about_restarts(pod: OptedInPod) -> Iterator[str]:
 
 
 def _about_age(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
-    """How old the figures are: a daemon writes them down every half minute, while loads go on."""
+    """How old the figures are: a daemon writes them every half minute (`FIGURES_SECONDS`), while loads go on."""
     region = facts.region(pool=pod.pool, node=pod.node)
     written = None if region is None else facts.reported_at.get(region.name)
     if written is not None:
         age = max(0, round((facts.now - written).total_seconds()))
-        yield f"as the daemon reported at {written:%Y-%m-%d %H:%M:%S} UTC, {age} s ago; it reports every 30 s"
+        yield f"as the daemon wrote at {written:%Y-%m-%d %H:%M:%S} UTC, {age} s ago; it writes what changed every 30 s"
     else:
-        yield "as the daemon reported last; it reports every 30 s"
+        yield "as the daemon wrote last; it writes what changed every 30 s"
 
 
 def _about_layout(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
