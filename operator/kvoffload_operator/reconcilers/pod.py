@@ -14,6 +14,9 @@ from kvoffload.api.region import MAX_ENGINES, KVOffloadRegion, RegionEngine, reg
 from kvoffload_operator.events import EventRecorder, PodEvent, Regarding
 from kvoffload_operator.observe import ClusterView, ObservedPod
 
+UNATTACHED_REASONS: tuple[str, ...] = (*SkipReason, PodEvent.MISSED_BY_WEBHOOK, PodEvent.UNATTACHED)
+"""Every reason of `count_unattached`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
