@@ -12,10 +12,15 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from hack.docs import dashboard, reference
 from hack.docs.panels import PANELS, dashboard_queries
+from kvoffload.api.conditions import PoolReason, RegionReason
+from kvoffload.api.pool import NodeCounts
 from kvoffload.errors import RefusalReason
 from kvoffload_engine.preflight import PreflightReason
-from kvoffload_node.metrics import HELP
+from kvoffload_node.index.table import Eviction
+from kvoffload_node.metrics import HELP, LABELS
+from kvoffload_node.session.engines import LEFT_ALONE
 from kvoffload_operator import metrics as operator_metrics
+from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "charts" / "kvoffload" / "rules" / "kvoffload.yaml"
@@ -84,6 +89,47 @@ def test_every_alert_has_a_runbook_entry_and_a_test(rules: list[dict[str, str]])
     cases = yaml.safe_load(RULE_TESTS.read_text())["tests"]
     fired = {case["alertname"] for one in cases for case in one["alert_rule_test"] if case["exp_alerts"]}
     assert fired == alerts
+
+
+def declared_labels() -> dict[str, set[str]]:
+    """Of every metric by its name without suffix: the labels that our processes give it."""
+    of_operator = {
+        family.name: set(metric._labelnames)
+        for metric in vars(operator_metrics).values()
+        if isinstance(metric, MetricWrapperBase)
+        for family in metric.describe()
+    }
+    return {name: set(LABELS.get(name, ())) for name in HELP} | of_operator
+
+
+def test_series_of_the_rules_tests_are_such_as_the_code_emits() -> None:
+    """A rule that is tested with a reason that nothing emits is not tested."""
+    target_labels = {"pool", "node", "pod"}
+    values = {
+        "reason": {
+            *(reason.value for reason in RefusalReason),
+            *Eviction.ALL,
+            *UNATTACHED_REASONS,
+            *PoolReason,
+            *RegionReason,
+        },
+        "layout": {"replicated", "per-rank", "shared", "pending", LEFT_ALONE},
+        "result": {"hit", "miss", "injected", "unchanged", "skipped", "error", "invalid"},
+        "state": {"matching", *NodeCounts.model_fields},
+    }
+    declared = declared_labels()
+    for case in yaml.safe_load(RULE_TESTS.read_text())["tests"]:
+        for series in case["input_series"]:
+            if not series["series"].startswith("kvoffload_"):
+                continue
+            (metric,), labels = metrics_in(series["series"]), re.findall(r'(\w+)="([^"]*)"', series["series"])
+            assert {name for name, _ in labels} <= declared[metric] | target_labels, series
+            assert all(value in values[name] for name, value in labels if name in values), series
+
+
+def test_every_degradation_of_the_runbook_is_ours() -> None:
+    section = (DOCS / "runbook.md").read_text().partition("## KVOffloadPoolDegraded")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([A-Z][A-Za-z]+)`:", section)) <= {*PoolReason, *RegionReason}
 
 
 def test_refusal_reasons_of_the_runbook_are_ours() -> None:
