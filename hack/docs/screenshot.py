@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hack.docs.panels import PANELS, Panel, Query, Unit
+from hack.docs.panels import ROWS, Panel, Query, Unit
 from hack.docs.prometheus import Series, query_range
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, PANEL_HEIGHT, MARGIN = 1280, 190, 16
+WIDTH, PANEL_HEIGHT, ROW_HEIGHT, MARGIN = 1280, 190, 34, 16
 PLOT = {"left": 84, "right": 10, "top": 8, "bottom": 22}
 COLOURS = ("#3274d9", "#56a64b", "#f2cc0c", "#e02f44", "#a352cc", "#ff780a", "#37872d", "#8ab8ff")
 POINTS = 120
@@ -32,6 +32,7 @@ h1 { font-size: 16px; margin: 14px 16px 4px; } p { margin: 0 16px 10px; color: #
 .panel { background: #fff; border: 1px solid #d8dbe0; border-radius: 3px; padding: 6px 8px; grid-column: span 6;
   min-width: 0; }
 .figure { grid-column: span 3; } .figure b { font-size: 30px; color: #37872d; display: block; padding: 8px 0; }
+.row { grid-column: span 12; font-size: 14px; font-weight: bold; padding-top: 6px; }
 .title { font-weight: bold; } .legend span { margin-right: 12px; white-space: nowrap; }
 """
 
@@ -56,14 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_page(url: str, *, start: float, end: float) -> str:
     """The page with every panel, from the queries' results."""
     panels = []
-    for panel in PANELS:
-        drawn = [
-            (query, series)
-            for query in panel.queries
-            for series in query_range(url, query.resolved(), start=start, end=end, step=(end - start) / POINTS)
-            if series.points
-        ]
-        panels.append(draw_panel(panel, drawn, start=start, end=end))
+    for row in ROWS:
+        panels.append(f"<div class='row'>{html.escape(row.title)}</div>")
+        for panel in row.panels:
+            drawn = [
+                (query, series)
+                for query in panel.queries
+                for series in query_range(url, query.resolved(), start=start, end=end, step=(end - start) / POINTS)
+                if series.points
+            ]
+            panels.append(draw_panel(panel, drawn, start=start, end=end))
     when = f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d %H:%M} UTC, the last {(end - start) / 60:.0f} minutes"
     return (
         f"<!doctype html><meta charset='utf-8'><title>kvoffload</title><style>{STYLE}</style>"
@@ -156,8 +159,8 @@ def show(value: float, unit: Unit) -> str:
 
 def photograph(source: Path, out: Path) -> None:
     """Render a page to a PNG as high as it is."""
-    graphs = sum(not panel.is_figure for panel in PANELS)
-    height = 190 + -(-graphs // 2) * (PANEL_HEIGHT + 62)
+    graphs = [sum(not panel.is_figure for panel in row.panels) for row in ROWS]
+    height = 150 + sum(ROW_HEIGHT + -(-number // 2) * (PANEL_HEIGHT + 62) for number in graphs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]

@@ -82,6 +82,30 @@ def test_every_query_of_the_dashboard_is_listed_without_variables() -> None:
     assert not [query for _, query in queries if "$" in query]
 
 
+def test_no_query_of_the_dashboard_makes_up_data() -> None:
+    """The end-to-end test says that each returns some: it has to be able to fail."""
+    assert not [query for _, query in dashboard_queries() if "vector(" in query or "absent" in query]
+
+
+def test_what_the_docs_say_to_watch_is_on_the_dashboard() -> None:
+    section = (DOCS / "monitoring.md").read_text().partition("## What to watch")[2].partition("\n## ")[0]
+    named = {
+        name for names in re.findall(r"^\| [^|]+\? \| (.+) \|$", section, re.MULTILINE) for name in names.split("; ")
+    }
+    assert len(named) > 10
+    assert named <= {panel.title for panel in PANELS}
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard.build_dashboard()["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= dashboard.COLUMNS
+        taken |= cells
+
+
 def test_every_alert_has_a_runbook_entry_and_a_test(rules: list[dict[str, str]]) -> None:
     alerts = {rule["alert"] for rule in rules}
     entries = set(re.findall(r"^## (\w+)$", (DOCS / "runbook.md").read_text(), flags=re.MULTILINE))
