@@ -10,22 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from chart_rendering import CHART, render
 from hack.cache import REPOSITORY
 from hack.docs import dashboard
 
-CHART = REPOSITORY / "charts" / "kvoffload"
 SWITCHES = ("podMonitor", "prometheusRule", "dashboard")
-
-
-def render(helm: str, *values: str) -> dict[str, list[dict[str, Any]]]:
-    sets = [argument for value in values for argument in ("--set", value)]
-    command = [helm, "template", "rel", str(CHART), "--namespace", "ns", "--kube-version", "1.37.0", *sets]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    objects: dict[str, list[dict[str, Any]]] = {}
-    for one in yaml.safe_load_all(text):
-        if one:
-            objects.setdefault(one["kind"], []).append(one)
-    return objects
 
 
 @pytest.fixture(scope="module")
