@@ -14,8 +14,9 @@ from prometheus_client.registry import Collector
 
 from kvoffload import __version__
 from kvoffload.api.keys import PredictedLayout
+from kvoffload.api.region import LEFT_ALONE
 from kvoffload_node.host.hugepages import read_hugepages
-from kvoffload_node.session.engines import LEFT_ALONE, Engine
+from kvoffload_node.session.engines import Engine
 from kvoffload_node.session.timing import BUCKETS_SECONDS
 
 if TYPE_CHECKING:

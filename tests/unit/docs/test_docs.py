@@ -14,11 +14,11 @@ from hack.docs import dashboard, reference
 from hack.docs.panels import PANELS, dashboard_queries
 from kvoffload.api.conditions import PoolReason, RegionReason
 from kvoffload.api.pool import NodeCounts
+from kvoffload.api.region import LEFT_ALONE
 from kvoffload.errors import RefusalReason
 from kvoffload_engine.preflight import PreflightReason
 from kvoffload_node.index.table import Eviction
 from kvoffload_node.metrics import HELP, LABELS
-from kvoffload_node.session.engines import LEFT_ALONE
 from kvoffload_operator import metrics as operator_metrics
 from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS
 
