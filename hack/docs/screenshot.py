@@ -80,13 +80,17 @@ def draw_panel(panel: Panel, drawn: list[tuple[Query, Series]], *, start: float,
     if panel.is_figure:
         value = drawn[0][1].points[-1][1] if drawn else None
         return f"<div class='panel figure'>{title}<b>{'-' if value is None else show(value, panel.unit)}</b></div>"
+    rest = ""
+    if len(drawn) > len(COLOURS):  # every reason that there is: those that never happened have no colour and no line
+        happened = [(query, series) for query, series in drawn if any(value for _, value in series.points)]
+        rest, drawn = f" {len(drawn) - len(happened)} others are 0", happened
     legends = " ".join(
         f"<span><font color='{COLOURS[number % len(COLOURS)]}'>&#9632;</font> "
         f"{html.escape(legend(query, series))}</span>"
         for number, (query, series) in enumerate(drawn)
     )
     graph = draw_graph([series for _, series in drawn], panel, start=start, end=end)
-    return f"<div class='panel'>{title}{graph}<div class='legend'>{legends}</div></div>"
+    return f"<div class='panel'>{title}{graph}<div class='legend'>{legends}{rest}</div></div>"
 
 
 def draw_graph(series: list[Series], panel: Panel, *, start: float, end: float) -> str:
