@@ -13,8 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvoffload import __version__
+from kvoffload.api.keys import PredictedLayout
+from kvoffload.api.region import LEFT_ALONE
 from kvoffload_node.host.hugepages import read_hugepages
-from kvoffload_node.session.engines import LEFT_ALONE
+from kvoffload_node.session.engines import Engine
 from kvoffload_node.session.timing import BUCKETS_SECONDS
 
 if TYPE_CHECKING:
@@ -25,8 +27,9 @@ HELP = {
     "kvoffload_pool_used_bytes": "Bytes of slots that hold blocks; those reserved or being written are not counted.",
     "kvoffload_pool_free_bytes": "Bytes that can be stored to without evicting.",
     "kvoffload_hugepages": "Huge pages of the pool's size on the node.",
-    "kvoffload_slots": "Slots by state.",
+    "kvoffload_slots": "Slots by state; leased: those of the ready and orphaned ones that somebody may read.",
     "kvoffload_engines": "Engines attached, by confirmed layout; left-alone: without offload, the status says why.",
+    "kvoffload_engines_mispredicted": "Engines predicted replicated whose ranks found another layout.",
     "kvoffload_sessions": "Sessions, by whether their process is connected.",
     "kvoffload_session_held_bytes": "Bytes of the daemon's own memory in unfinished messages and in answers not read.",
     "kvoffload_lookups": "Keys looked up, by result.",
@@ -38,7 +41,7 @@ HELP = {
     "kvoffload_evicted_bytes": "Bytes evicted, by reason.",
     "kvoffload_failed_transfers": "Loads and stores that engines say failed, by direction.",
     "kvoffload_scheduler_steps": "Scheduler steps that engines say they made.",
-    "kvoffload_missed_deadlines": "Of these, steps whose answer came too late.",
+    "kvoffload_missed_deadlines": "Scheduler steps that went on without an answer, which came too late.",
     "kvoffload_request_duration_seconds": "Time the daemon takes for one message.",
     "kvoffload_prefault_ratio": "Share of the capacity that has pages allocated.",
     "kvoffload_numa_extents": "Extents placed since the daemon's start on hosts of several NUMA nodes, by numa_node.",
@@ -48,6 +51,23 @@ HELP = {
     "kvoffload_attachers": "Attachers connected; 0: no new pod is attached.",
     "kvoffload_build_info": "Version of this daemon.",
 }
+LABELS: dict[str, tuple[str, ...]] = {
+    "kvoffload_build_info": ("version",),
+    "kvoffload_pool_used_bytes": ("tenant",),
+    "kvoffload_hugepages": ("state",),
+    "kvoffload_slots": ("state",),
+    "kvoffload_engines": ("layout",),
+    "kvoffload_sessions": ("state",),
+    "kvoffload_lookups": ("result",),
+    "kvoffload_rank_stored_bytes": ("rank",),
+    "kvoffload_evicted_bytes": ("reason",),
+    "kvoffload_failed_transfers": ("direction",),
+    "kvoffload_request_duration_seconds": ("operation",),
+    "kvoffload_numa_extents": ("numa_node",),
+    "kvoffload_refusals": ("reason",),
+    "kvoffload_sessions_closed": ("reason",),
+}
+"""Of the metrics that have some."""
 
 
 class NodeCollector(Collector):
@@ -62,45 +82,42 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Everything as it is now."""
-        yield _gauge("kvoffload_build_info", {(("version", __version__),): 1})
+        yield _gauge("kvoffload_build_info", {(__version__,): 1})
         running = self._daemon.running
         if running is None:
             return
         region, registry = running.region, running.registry
         figures = region.figures()
         yield _gauge("kvoffload_pool_capacity_bytes", {(): figures.capacity_bytes})
-        yield _gauge(
-            "kvoffload_pool_used_bytes", {(("tenant", name),): used for name, used in figures.used_by_tenant.items()}
-        )
+        yield _gauge("kvoffload_pool_used_bytes", {(name,): used for name, used in figures.used_by_tenant.items()})
         yield _gauge("kvoffload_pool_free_bytes", {(): figures.free_bytes})
         counts = read_hugepages(self._daemon.paths, region.mount.page_bytes)
         if counts is not None:
             states = {"total": counts.total, "free": counts.free, "reserved": counts.reserved}
-            yield _gauge("kvoffload_hugepages", {(("state", state),): value for state, value in states.items()})
-        yield _gauge("kvoffload_slots", {(("state", state),): value for state, value in figures.slots.items()})
+            yield _gauge("kvoffload_hugepages", {(state,): value for state, value in states.items()})
+        yield _gauge("kvoffload_slots", {(state,): value for state, value in figures.slots.items()})
         yield _gauge("kvoffload_prefault_ratio", {(): figures.allocated_bytes / max(1, figures.capacity_bytes)})
         placed = sorted(region.extents.num_by_node.items())
-        yield _gauge("kvoffload_numa_extents", {(("numa_node", str(node)),): count for node, count in placed})
+        yield _gauge("kvoffload_numa_extents", {(str(node),): count for node, count in placed})
         yield _gauge("kvoffload_slab_waste_bytes", {(): figures.waste_bytes})
         engines = Counter(engine.layout or "pending" for engine in registry.engines.values() if engine.is_attached)
         layouts = ("replicated", "per-rank", "shared", "pending", LEFT_ALONE)
-        yield _gauge("kvoffload_engines", {(("layout", layout),): engines[layout] for layout in layouts})
+        yield _gauge("kvoffload_engines", {(layout,): engines[layout] for layout in layouts})
+        yield _gauge("kvoffload_engines_mispredicted", {(): sum(map(_is_mispredicted, registry.engines.values()))})
         sessions = Counter(
             "connected" if session.connection else "disconnected"
             for engine in registry.engines.values()
             for session in engine.sessions.values()
         )
         states_of_sessions = ("connected", "disconnected")
-        yield _gauge("kvoffload_sessions", {(("state", state),): sessions[state] for state in states_of_sessions})
+        yield _gauge("kvoffload_sessions", {(state,): sessions[state] for state in states_of_sessions})
         yield _gauge("kvoffload_session_held_bytes", {(): registry.byte_budget.total})
         yield _gauge("kvoffload_attachers", {(): running.server.attachers})
         counters = registry.traffic.counters
-        yield _counter(
-            "kvoffload_lookups", {(("result", "hit"),): counters.hits, (("result", "miss"),): counters.misses}
-        )
+        yield _counter("kvoffload_lookups", {("hit",): counters.hits, ("miss",): counters.misses})
         yield _counter("kvoffload_stored_bytes", {(): counters.stored_bytes})
         copied = sorted(counters.copied_by_rank.items())
-        yield _counter("kvoffload_rank_stored_bytes", {(("rank", str(rank)),): value for rank, value in copied})
+        yield _counter("kvoffload_rank_stored_bytes", {(str(rank),): value for rank, value in copied})
         yield _counter("kvoffload_loaded_bytes", {(): counters.loaded_bytes})
         yield _counter("kvoffload_deduplicated_bytes", {(): counters.deduplicated_bytes})
         yield _counter("kvoffload_cross_engine_hits", {(): counters.cross_engine_hits})
@@ -108,7 +125,7 @@ class NodeCollector(Collector):
         yield _counter("kvoffload_missed_deadlines", {(): counters.missed_deadlines})
         yield _counter(
             "kvoffload_failed_transfers",
-            {(("direction", "load"),): counters.failed_loads, (("direction", "store"),): counters.failed_stores},
+            {("load",): counters.failed_loads, ("store",): counters.failed_stores},
         )
         yield _by_reason("kvoffload_evicted_bytes", figures.evicted_bytes)
         yield _by_reason("kvoffload_refusals", registry.refusals)
@@ -117,7 +134,7 @@ class NodeCollector(Collector):
 
     def _durations(self) -> Metric:
         name = "kvoffload_request_duration_seconds"
-        family = HistogramMetricFamily(name, HELP[name], labels=["operation"])
+        family = HistogramMetricFamily(name, HELP[name], labels=LABELS[name])
         assert self._daemon.running is not None
         durations = self._daemon.running.registry.durations
         for operation, histogram in sorted((kind.__name__.lower(), found) for kind, found in durations.items()):
@@ -129,19 +146,29 @@ class NodeCollector(Collector):
         return family
 
 
-def _gauge(name: str, samples: dict[tuple[tuple[str, str], ...], float]) -> Metric:
-    family = GaugeMetricFamily(name, HELP[name])
-    for labels, value in samples.items():
-        family.add_sample(name, dict(labels), value)
-    return family
+def _is_mispredicted(engine: Engine) -> bool:
+    """Whether the engine takes a part of the pool for each rank where one for all of them was promised."""
+    predicted = engine.pod.predicted_layout == PredictedLayout.REPLICATED
+    return predicted and engine.is_attached and engine.layout in ("per-rank", "shared")
 
 
-def _counter(name: str, samples: dict[tuple[tuple[str, str], ...], float]) -> Metric:
-    family = CounterMetricFamily(name, HELP[name])
+Samples = dict[tuple[str, ...], float]
+"""Values by those of the labels."""
+
+
+def _gauge(name: str, samples: Samples) -> Metric:
+    return _with_samples(GaugeMetricFamily(name, HELP[name], labels=LABELS.get(name, ())), samples)
+
+
+def _counter(name: str, samples: Samples) -> Metric:
+    return _with_samples(CounterMetricFamily(name, HELP[name], labels=LABELS.get(name, ())), samples)
+
+
+def _with_samples(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
     for labels, value in samples.items():
-        family.add_sample(f"{name}_total", dict(labels), value)
+        family.add_metric(labels, value)
     return family
 
 
 def _by_reason(name: str, counts: dict[str, int]) -> Metric:
-    return _counter(name, {(("reason", reason),): count for reason, count in sorted(counts.items())})
+    return _counter(name, {(reason,): count for reason, count in sorted(counts.items())})

@@ -44,6 +44,10 @@ class Prometheus:
             answer = json.load(response)
         return [(sample["metric"], float(sample["value"][1])) for sample in answer["data"]["result"]]
 
+    def firing(self, alert: str) -> list[dict[str, str]]:
+        """Return the labels of each firing alert of that name."""
+        return [labels for labels, _ in self.query(f'ALERTS{{alertname="{alert}",alertstate="firing"}}')]
+
     def value(self, expression: str) -> float:
         """Return the one value of a query; wait for it to have one."""
         wait_until(
@@ -93,14 +97,16 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(kubernetes: Kubernetes, folder: Path) -> Iterator[Prometheus]:
-    """Run Prometheus with its data in `folder` for as long as the block runs."""
+def running_prometheus(kubernetes: Kubernetes, folder: Path, *, rules: str = "") -> Iterator[Prometheus]:
+    """Run Prometheus with its data in `folder` for as long as the block runs; `rules` is the text of a rule file."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "data", ignore_errors=True)  # a query looks five minutes back: into another run's pods
     configuration, log = folder / "prometheus.yaml", folder / "prometheus.log"
     prometheus = Prometheus(kubernetes=kubernetes, targets=folder / "targets.json", log=log, port=_find_free_port())
     prometheus.write_targets()
-    configuration.write_text(_configuration(prometheus.targets))
+    rule_file = folder / "rules.yaml"
+    rule_file.write_text(rules)
+    configuration.write_text(_configuration(prometheus.targets, rule_file))
     with log.open("w") as sink:
         process = subprocess.Popen(
             # it ends with this process, however that ends: a leftover would keep the port and the data's lock
@@ -137,10 +143,12 @@ def _is_answering(prometheus: Prometheus) -> bool:
         return False
 
 
-def _configuration(targets: Path) -> str:
+def _configuration(targets: Path, rule_file: Path) -> str:
     return f"""\
 global:
   scrape_interval: 2s
+  evaluation_interval: 2s
+rule_files: [{rule_file}]
 scrape_configs:
 - job_name: kvoffload
   file_sd_configs:

@@ -6,13 +6,14 @@ python -m hack.docs.dashboard --queries    print every query as Prometheus can r
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hack.docs.panels import PANELS, Panel, dashboard_queries
+from hack.docs.panels import ROWS, Panel, dashboard_queries
 
 PATH = Path(__file__).resolve().parents[2] / "charts" / "kvoffload" / "dashboards" / "kvoffload.json"
 COLUMNS = 24
@@ -20,7 +21,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def build_dashboard() -> dict[str, Any]:
-    """The dashboard's model: figures in a first row, then two graphs a row."""
+    """The dashboard's model: under each heading its figures beside each other, then two graphs beside each other."""
     return {
         "uid": "kvoffload",
         "title": "kvoffload",
@@ -56,14 +57,26 @@ def _variable(name: str) -> dict[str, Any]:
 
 
 def _panels() -> Iterator[dict[str, Any]]:
-    figures = [panel for panel in PANELS if panel.is_figure]
-    graphs = [panel for panel in PANELS if not panel.is_figure]
-    width, half = COLUMNS // len(figures), COLUMNS // 2
-    for number, panel in enumerate(figures):
-        yield _panel(panel, number + 1, x=number * width, y=0, width=width, height=4)
-    for number, panel in enumerate(graphs):
-        place = {"x": number % 2 * half, "y": 4 + number // 2 * 8, "width": half, "height": 8}
-        yield _panel(panel, len(figures) + number + 1, **place)
+    numbers, y = itertools.count(1), 0
+    for row in ROWS:
+        place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        yield {
+            "id": next(numbers),
+            "type": "row",
+            "title": row.title,
+            "collapsed": False,
+            "gridPos": place,
+            "panels": [],
+        }
+        y += 1
+        figures = [panel for panel in row.panels if panel.is_figure]
+        graphs = [panel for panel in row.panels if not panel.is_figure]
+        for panels, num_beside, height in ((figures, len(figures), 4), (graphs, 2, 8)):
+            for number, panel in enumerate(panels):
+                width = COLUMNS // num_beside
+                x, below = number % num_beside * width, number // num_beside * height
+                yield _panel(panel, next(numbers), x=x, y=y + below, width=width, height=height)
+            y += -(-len(panels) // max(1, num_beside)) * height
 
 
 def _panel(panel: Panel, number: int, *, x: int, y: int, width: int, height: int) -> dict[str, Any]:

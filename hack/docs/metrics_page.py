@@ -22,7 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from hack.docs.settings_page import HEADER
-from kvoffload_node.metrics import HELP
+from kvoffload_node.metrics import HELP, LABELS
 from kvoffload_operator import metrics as operator_metrics
 
 START_SECONDS = 30.0
@@ -67,25 +67,18 @@ def table(rows: list[MetricRow]) -> str:
 def daemon_metrics() -> list[MetricRow]:
     """What a real daemon's /metrics holds, ours only."""
     of_pages = "kvoffload_hugepages"  # absent from a daemon on /dev/shm, as this one
-    rows = [MetricRow(name=of_pages, kind="gauge", labels=("state",), help=HELP[of_pages])]
+    rows = [MetricRow(name=of_pages, kind="gauge", labels=LABELS[of_pages], help=HELP[of_pages])]
     with running_daemon() as text:
         return rows + [
             MetricRow(
                 name=family.name + ("_total" if family.type == "counter" else ""),
                 kind=family.type,
-                labels=_labels(family.documentation, [set(sample.labels) for sample in family.samples]),
+                labels=LABELS.get(family.name, ()),
                 help=family.documentation,
             )
             for family in text_string_to_metric_families(text)
             if family.name.startswith("kvoffload_")
         ]
-
-
-def _labels(help_text: str, of_samples: list[set[str]]) -> tuple[str, ...]:
-    """Labels that the samples have; a family without samples yet says them in its help (`..., by reason.`)."""
-    found = set[str]().union(*of_samples) - {"le"}
-    _, by, label = help_text.rstrip(".").rpartition(", by ")
-    return tuple(sorted(found or ({label} if by and " " not in label else set())))
 
 
 @contextlib.contextmanager

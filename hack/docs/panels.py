@@ -1,4 +1,4 @@
-"""The dashboard's panels: title, queries, unit.
+"""The dashboard's panels in their rows: title, queries, unit.
 
 One table, from which the Grafana dashboard, the list of queries that the end-to-end test runs, and the screenshot in
 the docs are made.
@@ -46,155 +46,237 @@ class Panel:
     stacked: bool = False
 
 
-def gauge(name: str, by: str = "pool, node") -> str:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under one heading; its figures stand before its graphs."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def selector(extra: str = "") -> str:
+    """The dashboard's pools and nodes, and one label more."""
+    return SELECTOR[:-1] + f",{extra}}}" if extra else SELECTOR
+
+
+def gauge(name: str, by: str = "pool, node", extra: str = "") -> str:
     """A gauge summed by labels."""
-    return f"sum by ({by}) ({name}{SELECTOR})"
+    return f"sum by ({by}) ({name}{selector(extra)})"
 
 
 def rate(name: str, by: str = "pool, node", extra: str = "") -> str:
     """A counter's rate summed by labels."""
-    selector = SELECTOR if not extra else SELECTOR[:-1] + f",{extra}}}"
-    return f"sum by ({by}) (rate({name}{selector}[$__rate_interval]))"
+    return f"sum by ({by}) (rate({name}{selector(extra)}[$__rate_interval]))"
 
 
-PANELS: tuple[Panel, ...] = (
-    Panel(
-        "Capacity",
-        "Bytes of huge pages that the pools hold.",
-        Unit.BYTES,
-        (Query(f"sum(kvoffload_pool_capacity_bytes{SELECTOR})", "capacity"),),
-        is_figure=True,
+ROWS: tuple[Row, ...] = (
+    Row(
+        "Overview",
+        (
+            Panel(
+                "Capacity",
+                "Bytes of huge pages that the pools hold.",
+                Unit.BYTES,
+                (Query(f"sum(kvoffload_pool_capacity_bytes{SELECTOR})", "capacity"),),
+                is_figure=True,
+            ),
+            Panel(
+                "Used",
+                "Bytes of blocks in the pools.",
+                Unit.BYTES,
+                (Query(f"sum(kvoffload_pool_used_bytes{SELECTOR})", "used"),),
+                is_figure=True,
+            ),
+            Panel(
+                "Saved by sharing one copy",
+                "Bytes that one part for each rank would have stored beside those that were.",
+                Unit.BYTES,
+                (Query(f"sum(kvoffload_deduplicated_bytes_total{SELECTOR})", "saved"),),
+                is_figure=True,
+            ),
+            Panel(
+                "Engines",
+                "Engines attached, without those that declined offload.",
+                Unit.COUNT,
+                (Query("sum(kvoffload_engines" + selector('layout!="left-alone"') + ")", "engines"),),
+                is_figure=True,
+            ),
+        ),
     ),
-    Panel(
-        "Used",
-        "Bytes of blocks in the pools.",
-        Unit.BYTES,
-        (Query(f"sum(kvoffload_pool_used_bytes{SELECTOR})", "used"),),
-        is_figure=True,
+    Row(
+        "Hits",
+        (
+            Panel(
+                "Hit ratio",
+                "Share of the looked-up keys that were there.",
+                Unit.RATIO,
+                (
+                    Query(
+                        rate("kvoffload_lookups_total", extra='result="hit"') + " / " + rate("kvoffload_lookups_total"),
+                        "{{pool}} {{node}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Look-ups",
+                "Keys looked up.",
+                Unit.PER_SECOND,
+                (Query(rate("kvoffload_lookups_total", by="result"), "{{result}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Stored and loaded",
+                "Bytes that engines stored in the pools and loaded from them.",
+                Unit.BYTES_PER_SECOND,
+                (
+                    Query(rate("kvoffload_stored_bytes_total"), "stored {{pool}} {{node}}"),
+                    Query(rate("kvoffload_loaded_bytes_total"), "loaded {{pool}} {{node}}"),
+                ),
+            ),
+            Panel(
+                "Hits on what another engine stored",
+                "What sharing between engines is worth.",
+                Unit.PER_SECOND,
+                (Query(rate("kvoffload_cross_engine_hits_total"), "{{pool}} {{node}}"),),
+            ),
+        ),
     ),
-    Panel(
-        "Saved by sharing one copy",
-        "Bytes that one part for each rank would have stored beside those that were.",
-        Unit.BYTES,
-        (Query(f"sum(kvoffload_deduplicated_bytes_total{SELECTOR})", "saved"),),
-        is_figure=True,
+    Row(
+        "Memory",
+        (
+            Panel(
+                "Used by tenant",
+                "Bytes of each sharing scope.",
+                Unit.BYTES,
+                (Query(gauge("kvoffload_pool_used_bytes", by="tenant"), "{{tenant}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Free",
+                "Bytes that can be stored to without evicting.",
+                Unit.BYTES,
+                (Query(gauge("kvoffload_pool_free_bytes"), "{{pool}} {{node}}"),),
+            ),
+            Panel(
+                "Evicted",
+                "Bytes given up for others.",
+                Unit.BYTES_PER_SECOND,
+                (Query(rate("kvoffload_evicted_bytes_total", by="reason"), "{{reason}}"),),
+            ),
+            Panel(
+                "Slots",
+                "Slots by state.",
+                Unit.COUNT,
+                (Query(gauge("kvoffload_slots", by="state", extra='state!="leased"'), "{{state}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Leased slots",
+                "Ready slots that engines are reading, which are not evicted meanwhile.",
+                Unit.COUNT,
+                (Query(gauge("kvoffload_slots", extra='state="leased"'), "{{pool}} {{node}}"),),
+            ),
+            Panel(
+                "Huge pages of the node",
+                "Pages of the pool's size, as the kernel counts them.",
+                Unit.COUNT,
+                (Query(gauge("kvoffload_hugepages", by="node, state"), "{{node}} {{state}}"),),
+            ),
+        ),
     ),
-    Panel(
+    Row(
         "Engines",
-        "Engines attached.",
-        Unit.COUNT,
-        (Query(f"sum(kvoffload_engines{SELECTOR})", "engines"),),
-        is_figure=True,
-    ),
-    Panel(
-        "Hit ratio",
-        "Share of the looked-up keys that were there.",
-        Unit.RATIO,
         (
-            Query(
-                rate("kvoffload_lookups_total", extra='result="hit"') + " / " + rate("kvoffload_lookups_total"),
-                "{{pool}} {{node}}",
+            Panel(
+                "Engines by layout",
+                "Replicated: one copy for all ranks. Pending: not all have attached. Left-alone: declined offload.",
+                Unit.COUNT,
+                (Query(gauge("kvoffload_engines", by="layout"), "{{layout}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Attachers",
+                "1 on every node; 0: no new pod is attached there.",
+                Unit.COUNT,
+                (Query(gauge("kvoffload_attachers"), "{{pool}} {{node}}"),),
+            ),
+            Panel(
+                "Time for one message",
+                "99 of 100 messages of engines are answered within it.",
+                Unit.SECONDS,
+                (
+                    Query(
+                        "histogram_quantile(0.99, "
+                        + rate("kvoffload_request_duration_seconds_bucket", by="operation, le")
+                        + ")",
+                        "{{operation}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Missed deadlines",
+                "Share of the schedulers' steps that went on without the daemon's answer.",
+                Unit.RATIO,
+                (
+                    Query(
+                        rate("kvoffload_missed_deadlines_total") + " / " + rate("kvoffload_scheduler_steps_total"),
+                        "{{pool}} {{node}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Failed transfers",
+                "Loads and stores that failed; a failed load is computed instead.",
+                Unit.PER_SECOND,
+                (Query(rate("kvoffload_failed_transfers_total", by="direction"), "{{direction}}"),),
+            ),
+            Panel(
+                "Refusals",
+                "Engines and requests that daemons refused, by reason.",
+                Unit.PER_SECOND,
+                (Query(rate("kvoffload_refusals_total", by="reason"), "{{reason}}"),),
             ),
         ),
     ),
-    Panel(
-        "Look-ups",
-        "Keys looked up.",
-        Unit.PER_SECOND,
-        (Query(rate("kvoffload_lookups_total", by="result"), "{{result}}"),),
-        stacked=True,
-    ),
-    Panel(
-        "Stored and loaded",
-        "Bytes that engines stored in the pools and loaded from them.",
-        Unit.BYTES_PER_SECOND,
+    Row(
+        "Cluster",
         (
-            Query(rate("kvoffload_stored_bytes_total"), "stored {{pool}} {{node}}"),
-            Query(rate("kvoffload_loaded_bytes_total"), "loaded {{pool}} {{node}}"),
-        ),
-    ),
-    Panel(
-        "Hits on what another engine stored",
-        "What sharing between engines is worth.",
-        Unit.PER_SECOND,
-        (Query(rate("kvoffload_cross_engine_hits_total"), "{{pool}} {{node}}"),),
-    ),
-    Panel(
-        "Used by tenant",
-        "Bytes of each sharing scope.",
-        Unit.BYTES,
-        (Query(gauge("kvoffload_pool_used_bytes", by="tenant"), "{{tenant}}"),),
-        stacked=True,
-    ),
-    Panel(
-        "Free",
-        "Bytes that can be stored to without evicting.",
-        Unit.BYTES,
-        (Query(gauge("kvoffload_pool_free_bytes"), "{{pool}} {{node}}"),),
-    ),
-    Panel(
-        "Evicted",
-        "Bytes given up for others.",
-        Unit.BYTES_PER_SECOND,
-        (Query(f"{rate('kvoffload_evicted_bytes_total', by='reason')} or vector(0)", "{{reason}}"),),
-    ),
-    Panel(
-        "Engines by layout",
-        "Replicated: one copy for all ranks. Pending: not all ranks have attached.",
-        Unit.COUNT,
-        (Query(gauge("kvoffload_engines", by="layout"), "{{layout}}"),),
-        stacked=True,
-    ),
-    Panel(
-        "Time for one message",
-        "99 of 100 messages of engines are answered within it.",
-        Unit.SECONDS,
-        (
-            Query(
-                "histogram_quantile(0.99, "
-                + rate("kvoffload_request_duration_seconds_bucket", by="operation, le")
-                + ")",
-                "{{operation}}",
+            Panel(
+                "Nodes by state",
+                "Nodes that match a pool's selector.",
+                Unit.COUNT,
+                (Query('sum by (pool, state) (kvoffload_operator_pool_nodes{pool=~"$pool"})', "{{pool}} {{state}}"),),
+            ),
+            Panel(
+                "Operator and webhook",
+                "1: a replica of the operator leads; new pods are injected.",
+                Unit.COUNT,
+                (
+                    Query("sum(kvoffload_operator_leader)", "leads"),
+                    Query("max(kvoffload_operator_injection_ready)", "injects"),
+                ),
+            ),
+            Panel(
+                "Admission",
+                "Pods that the webhook looked at, by what it did.",
+                Unit.PER_SECOND,
+                (
+                    Query(
+                        "sum by (result) (rate(kvoffload_operator_injections_total[$__rate_interval]))",
+                        "{{result}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Labelled pods without offload",
+                "`kubectl kvoffload doctor` names them.",
+                Unit.COUNT,
+                (Query("sum by (reason) (kvoffload_operator_unattached_pods)", "{{reason}}"),),
             ),
         ),
-    ),
-    Panel(
-        "Huge pages of the node",
-        "Pages of the pool's size, as the kernel counts them.",
-        Unit.COUNT,
-        (Query(gauge("kvoffload_hugepages", by="node, state"), "{{node}} {{state}}"),),
-    ),
-    Panel(
-        "Slots",
-        "Slots by state.",
-        Unit.COUNT,
-        (Query(gauge("kvoffload_slots", by="state"), "{{state}}"),),
-        stacked=True,
-    ),
-    Panel(
-        "Admission",
-        "Pods that the webhook looked at, by what it did.",
-        Unit.PER_SECOND,
-        (
-            Query(
-                "sum by (result) (rate(kvoffload_operator_injections_total[$__rate_interval])) or vector(0)",
-                "{{result}}",
-            ),
-        ),
-    ),
-    Panel(
-        "Labelled pods without offload",
-        "`kubectl kvoffload doctor` names them.",
-        Unit.COUNT,
-        (Query("sum by (reason) (kvoffload_operator_unattached_pods) or vector(0)", "{{reason}}"),),
-    ),
-    Panel(
-        "Nodes by state",
-        "Nodes that match a pool's selector.",
-        Unit.COUNT,
-        (Query('sum by (pool, state) (kvoffload_operator_pool_nodes{pool=~"$pool"})', "{{pool}} {{state}}"),),
     ),
 )
+PANELS: tuple[Panel, ...] = tuple(panel for row in ROWS for panel in row.panels)
 
 
 def dashboard_queries() -> list[tuple[str, str]]:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from hack.cache import cache_root
 from hack.cluster.packages import CHROMIUM, ensure_packages
-from hack.docs.panels import PANELS, Panel, Query, Unit
+from hack.docs.panels import ROWS, Panel, Query, Unit
 from hack.docs.prometheus import Series, query_range
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, PANEL_HEIGHT, MARGIN = 1280, 190, 16
+WIDTH, PANEL_HEIGHT, ROW_HEIGHT, MARGIN = 1280, 190, 34, 16
 PLOT = {"left": 84, "right": 10, "top": 8, "bottom": 22}
 COLOURS = ("#3274d9", "#56a64b", "#f2cc0c", "#e02f44", "#a352cc", "#ff780a", "#37872d", "#8ab8ff")
 POINTS = 120
@@ -34,6 +34,7 @@ h1 { font-size: 16px; margin: 14px 16px 4px; } p { margin: 0 16px 10px; color: #
 .panel { background: #fff; border: 1px solid #d8dbe0; border-radius: 3px; padding: 6px 8px; grid-column: span 6;
   min-width: 0; }
 .figure { grid-column: span 3; } .figure b { font-size: 30px; color: #37872d; display: block; padding: 8px 0; }
+.row { grid-column: span 12; font-size: 14px; font-weight: bold; padding-top: 6px; }
 .title { font-weight: bold; } .legend span { margin-right: 12px; white-space: nowrap; }
 """
 
@@ -58,14 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_page(url: str, *, start: float, end: float) -> str:
     """The page with every panel, from the queries' results."""
     panels = []
-    for panel in PANELS:
-        drawn = [
-            (query, series)
-            for query in panel.queries
-            for series in query_range(url, query.resolved(), start=start, end=end, step=(end - start) / POINTS)
-            if series.points
-        ]
-        panels.append(draw_panel(panel, drawn, start=start, end=end))
+    for row in ROWS:
+        panels.append(f"<div class='row'>{html.escape(row.title)}</div>")
+        for panel in row.panels:
+            drawn = [
+                (query, series)
+                for query in panel.queries
+                for series in query_range(url, query.resolved(), start=start, end=end, step=(end - start) / POINTS)
+                if series.points
+            ]
+            panels.append(draw_panel(panel, drawn, start=start, end=end))
     when = f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d %H:%M} UTC, the last {(end - start) / 60:.0f} minutes"
     return (
         f"<!doctype html><meta charset='utf-8'><title>kvoffload</title><style>{STYLE}</style>"
@@ -79,13 +82,17 @@ def draw_panel(panel: Panel, drawn: list[tuple[Query, Series]], *, start: float,
     if panel.is_figure:
         value = drawn[0][1].points[-1][1] if drawn else None
         return f"<div class='panel figure'>{title}<b>{'-' if value is None else show(value, panel.unit)}</b></div>"
+    rest = ""
+    if len(drawn) > len(COLOURS):  # every reason that there is: those that never happened have no colour and no line
+        happened = [(query, series) for query, series in drawn if any(value for _, value in series.points)]
+        rest, drawn = f" {len(drawn) - len(happened)} others are 0", happened
     legends = " ".join(
         f"<span><font color='{COLOURS[number % len(COLOURS)]}'>&#9632;</font> "
         f"{html.escape(legend(query, series))}</span>"
         for number, (query, series) in enumerate(drawn)
     )
     graph = draw_graph([series for _, series in drawn], panel, start=start, end=end)
-    return f"<div class='panel'>{title}{graph}<div class='legend'>{legends}</div></div>"
+    return f"<div class='panel'>{title}{graph}<div class='legend'>{legends}{rest}</div></div>"
 
 
 def draw_graph(series: list[Series], panel: Panel, *, start: float, end: float) -> str:
@@ -159,8 +166,8 @@ def show(value: float, unit: Unit) -> str:
 def photograph(source: Path, out: Path) -> None:
     """Render a page to a PNG as high as it is; installs Chromium where there is none."""
     ensure_packages(cache_root() / "logs" / "chromium.log", CHROMIUM)
-    graphs = sum(not panel.is_figure for panel in PANELS)
-    height = 190 + -(-graphs // 2) * (PANEL_HEIGHT + 62)
+    graphs = [sum(not panel.is_figure for panel in row.panels) for row in ROWS]
+    height = 150 + sum(ROW_HEIGHT + -(-number // 2) * (PANEL_HEIGHT + 62) for number in graphs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]

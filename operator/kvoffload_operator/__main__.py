@@ -67,6 +67,7 @@ async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
     )
     watch = CertificateWatch(source)
     serving = False
+    metrics.begin_injections()
     runners = [await serve_metrics(settings.metrics_port, is_ready=lambda: serving)]
     follow: asyncio.Task[None] | None = None
     try:
@@ -100,6 +101,7 @@ async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
 
 
 async def _run_operator(settings: Settings, stop: asyncio.Event) -> int:
+    metrics.begin_reconciliations()
     runner = await serve_metrics(settings.metrics_port, is_ready=lambda: True)
     work = asyncio.create_task(run_operator(settings))
     stopped = asyncio.create_task(stop.wait())

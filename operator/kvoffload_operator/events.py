@@ -24,6 +24,7 @@ class PodEvent(StrEnum):
     NOT_INJECTED = "NotInjected"
     MISSED_BY_WEBHOOK = "MissedByWebhook"
     UNATTACHED = "Unattached"
+    ENGINE_DECLINED = "EngineDeclined"
     LAYOUT_NOT_CONFIRMED = "LayoutNotConfirmed"
 
 

@@ -1,8 +1,13 @@
-"""Prometheus metrics of operator and webhook; a leaf: nobody below imports it, the edges count here."""
+"""Prometheus metrics of operator and webhook; a leaf: nobody below imports it, the edges count here.
+
+A series that begins with the first event shows no increase to Prometheus: what alerts look at is there from the start,
+as 0 (`begin_injections`, `begin_reconciliations`).
+"""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvoffload import __version__
+from kvoffload.api.keys import SkipReason
 
 registry = CollectorRegistry()
 
@@ -11,7 +16,7 @@ _build_info.labels(version=__version__).set(1)
 
 injections_total = Counter(
     "kvoffload_operator_injections",
-    "Admission requests by result (injected, unchanged, skipped, error, invalid) and skip reason",
+    "Admission requests by result (injected, unchanged, skipped, error, invalid), the skipped by reason",
     ["result", "reason"],
     registry=registry,
 )
@@ -36,7 +41,10 @@ reconcile_errors_total = Counter(
     registry=registry,
 )
 unattached_pods = Gauge(
-    "kvoffload_operator_unattached_pods", "Opted-in pods that run without offload", ["reason"], registry=registry
+    "kvoffload_operator_unattached_pods",
+    "Running opted-in pods that were not injected, or none of whose engines has spoken to a daemon, by reason",
+    ["reason"],
+    registry=registry,
 )
 pool_nodes = Gauge(
     "kvoffload_operator_pool_nodes",
@@ -50,7 +58,18 @@ pool_active = Gauge(
     ["pool"],
     registry=registry,
 )
-api_writes_total = Gauge(
+pool_degraded = Gauge(
+    "kvoffload_operator_pool_degraded",
+    "Why a pool's condition Degraded is True: nodes whose regions are, by their reason, or 1 for the pool's own reason",
+    ["pool", "reason"],
+    registry=registry,
+)
+injection_ready = Gauge(
+    "kvoffload_operator_injection_ready",
+    "1 where this replica is the leader and finds that new pods are injected, as in the condition InjectionReady",
+    registry=registry,
+)
+api_writes_total = Counter(
     "kvoffload_operator_api_writes", "Writes that the API server accepted since the start", registry=registry
 )
 is_leader = Gauge("kvoffload_operator_leader", "1 where this replica reconciles", registry=registry)
@@ -59,6 +78,20 @@ certificate_expiry_timestamp_seconds = Gauge(
     "End of the serving certificate's validity",
     registry=registry,
 )
+
+
+def begin_injections() -> None:
+    """Show every result as 0; for the webhook, at its start."""
+    for result in ("injected", "unchanged", "error", "invalid"):
+        injections_total.labels(result=result, reason="")
+    for reason in SkipReason:
+        injections_total.labels(result="skipped", reason=reason)
+
+
+def begin_reconciliations() -> None:
+    """Show every kind's errors as 0; for the operator, at its start."""
+    for kind in ("pool", "pod"):
+        reconcile_errors_total.labels(kind=kind)
 
 
 def render() -> bytes:

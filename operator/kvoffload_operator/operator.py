@@ -37,10 +37,11 @@ from kvoffload_operator.kube import (
 )
 from kvoffload_operator.leader import Election, LeaseKeeper, LeaseTimes, NotLeader
 from kvoffload_operator.observe import ClusterView, Dirty
-from kvoffload_operator.reconcilers.pod import PodReconciler
+from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS, PodReconciler
 from kvoffload_operator.reconcilers.pool import PoolReconciler
 from kvoffload_operator.resources.daemonset import DaemonSetOptions
 from kvoffload_operator.settings import Settings
+from kvoffload_operator.status import count_degradations
 from kvoffload_operator.webhook_health import look_after_webhook
 from kvoffload_operator.workqueue import WorkQueue
 
@@ -72,6 +73,7 @@ class Operator:
         self._pools: WorkQueue[Key] = WorkQueue()
         self._pods: WorkQueue[Key] = WorkQueue()
         self._synced = asyncio.Event()
+        self._num_writes_counted = 0
         kube.check_may_write = election.check
 
     async def run(self) -> None:
@@ -118,6 +120,7 @@ class Operator:
                 logger.error("%s ended: %s", task.get_name(), task.exception() or "no error")
         finally:
             metrics.is_leader.set(0)
+            metrics.injection_ready.set(0)
             await self._election.release()
 
     # --- start ------------------------------------------------------------------------------------------------------
@@ -237,13 +240,20 @@ class Operator:
                     queue.add_later(key, again)
             finally:
                 metrics.reconcile_duration_seconds.labels(kind=key.kind).observe(time.monotonic() - started)
-                metrics.api_writes_total.set(self._kube.num_writes)
+                self._count_writes()
+
+    def _count_writes(self) -> None:
+        """Count what was written since this was last called."""
+        num_writes = self._kube.num_writes
+        metrics.api_writes_total.inc(num_writes - self._num_writes_counted)
+        self._num_writes_counted = num_writes
 
     async def _look_after_webhook(self, pools: PoolReconciler, owner: dict[str, str]) -> None:
         while True:
             wait = 5.0
             try:
                 health, wait = await look_after_webhook(self._kube, self._settings, owner, datetime.now(UTC))
+                metrics.injection_ready.set(health.is_serving)
                 if health != pools.injection:
                     pools.injection = health
                     self._on_dirty(Dirty(pools=frozenset(self._view.pools)))
@@ -254,22 +264,25 @@ class Operator:
     async def _sweep_forever(self, pods: PodReconciler) -> None:
         """Count the pods that run without offload; the events are each pod's own pass."""
         await self._synced.wait()
-        known: set[str] = set()
         while True:
             counts = pods.count_unattached(datetime.now(UTC))
-            known |= set(counts)
-            for reason in known:
-                metrics.unattached_pods.labels(reason=reason).set(counts.get(reason, 0))
+            for reason in UNATTACHED_REASONS:
+                metrics.unattached_pods.labels(reason=reason).set(counts[reason])
             self._export_pools()
+            self._count_writes()
             await asyncio.sleep(SWEEP_SECONDS)
 
     def _export_pools(self) -> None:
-        """Export mode and node counts of every pool; pools that are gone are no longer shown."""
+        """Export mode, node counts and degradations of every pool; what is gone is no longer shown."""
         metrics.pool_nodes.clear()
         metrics.pool_active.clear()
+        metrics.pool_degraded.clear()
         for pool in self._view.pools.values():
-            counts = KVOffloadPoolStatus.model_validate(dict(pool.status)).nodes
-            for state, count in counts.model_dump().items():
+            status = KVOffloadPoolStatus.model_validate(dict(pool.status))
+            regions = self._view.regions_of(pool.name).values()
+            for reason, count in count_degradations(status, regions).items():
+                metrics.pool_degraded.labels(pool=pool.name, reason=reason).set(count)
+            for state, count in status.nodes.model_dump().items():
                 metrics.pool_nodes.labels(pool=pool.name, state=state).set(count)
             if pool.pool is not None:
                 metrics.pool_active.labels(pool=pool.name).set(pool.pool.spec.mode is Mode.ACTIVE)

@@ -4,7 +4,8 @@
 write has landed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -275,6 +276,17 @@ def _degraded(regions: Sequence[KVOffloadRegion], degradations: Sequence[PoolVio
     if degradations:
         return "True", degradations[0].reason, "; ".join(violation.message for violation in degradations)
     return "False", PoolReason.AS_ASKED, "everything works as asked"
+
+
+def count_degradations(status: KVOffloadPoolStatus, regions: Iterable[KVOffloadRegion]) -> Mapping[str, int]:
+    """Why the pool is degraded: its regions by the reason that each gives, or 1 for a reason of the pool's own."""
+    condition = find(status.conditions, PoolCondition.DEGRADED)
+    if condition is None or condition.status != "True":
+        return {}
+    if condition.reason != PoolReason.REGIONS_DEGRADED:
+        return {condition.reason: 1}
+    found = (find(region.status.conditions, RegionCondition.DEGRADED) for region in regions)
+    return Counter(one.reason for one in found if one is not None and one.status == "True")
 
 
 def find_transitions(previous: Mapping[str, Any], status: KVOffloadPoolStatus) -> list[Transition]:

@@ -1,28 +1,19 @@
 """The chart's monitoring templates: nothing without its switch; what the switches bring is tested elsewhere."""
 
 import json
+import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from chart_rendering import CHART, render
 from hack.cache import REPOSITORY
 from hack.docs import dashboard
 
-CHART = REPOSITORY / "charts" / "kvoffload"
 SWITCHES = ("podMonitor", "prometheusRule", "dashboard")
-
-
-def render(helm: str, *values: str) -> dict[str, list[dict[str, Any]]]:
-    sets = [argument for value in values for argument in ("--set", value)]
-    command = [helm, "template", "rel", str(CHART), "--namespace", "ns", "--kube-version", "1.37.0", *sets]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    objects: dict[str, list[dict[str, Any]]] = {}
-    for one in yaml.safe_load_all(text):
-        if one:
-            objects.setdefault(one["kind"], []).append(one)
-    return objects
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +50,26 @@ def test_pod_monitor_selects_our_pods_and_gives_daemons_pool_and_node(switched_o
 def test_prometheus_rule_holds_the_tested_rules(switched_on: dict[str, Any]) -> None:
     (rule,) = switched_on["PrometheusRule"]
     assert rule["spec"] == yaml.safe_load((CHART / "rules" / "kvoffload.yaml").read_text())
+
+
+def test_changed_rules_are_rules_and_every_other_stays_as_tested(helm: str, tmp_path: Path) -> None:
+    changes = "alerts.KVOffloadNoHits.enabled=false,alerts.KVOffloadRefusals.for=1h,runbookUrl=https://x/runbook/"
+    sets = [f"monitoring.prometheusRule.{one}" for one in ("enabled=true", *changes.split(","))]
+    (rule,) = render(helm, *sets)["PrometheusRule"]
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(rule["spec"]))
+    done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = yaml.safe_load((CHART / "rules" / "kvoffload.yaml").read_text())["groups"][0]["rules"]
+    expected = {one["alert"]: one for one in tested if one["alert"] != "KVOffloadNoHits"}
+    expected["KVOffloadRefusals"]["for"] = "1h"
+    anchors = set(re.findall(r"^## (\w+)$", (REPOSITORY / "docs/runbook.md").read_text(), flags=re.MULTILINE))
+    for one in rule["spec"]["groups"][0]["rules"]:
+        address, _, anchor = one["annotations"].pop("runbook_url").partition("#")
+        assert address == "https://x/runbook/"
+        assert anchor in {name.lower() for name in anchors}
+        assert one == expected.pop(one["alert"])
+    assert not expected
 
 
 def test_dashboard_is_the_generated_one_with_the_sidecars_label(switched_on: dict[str, Any]) -> None:

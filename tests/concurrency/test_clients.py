@@ -88,6 +88,7 @@ def test_before_a_hello_no_frame_longer_than_a_hello_is_taken(folder: Path) -> N
             sock.settimeout(5)
             assert sock.recv(1) == b""
         assert value(daemon, 'kvoffload_sessions_closed_total{reason="Malformed"}') == 1
+        assert value(daemon, 'kvoffload_refusals_total{reason="Malformed"}') == 1
 
 
 def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """What engines ask of a daemon beside storing: generations, pauses, observing; and what it tells by its metrics."""
 
 import os
+import re
 import subprocess
 import urllib.error
 import urllib.request
@@ -10,9 +11,10 @@ import pytest
 
 from byte_engine import key_of
 from daemon_process import TestEngine, wait_until
-from kvoffload.errors import SessionRefused
+from kvoffload.errors import RefusalReason, SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.messages import Drain, Generation, Lookup, Reserve, Reserved
+from kvoffload_node.index.table import Eviction
 from small_pool import attach, fill, hello, hits, scrape, start, value
 
 
@@ -92,7 +94,8 @@ def test_metrics_are_those_of_the_golden_file_and_promtool_finds_no_fault(folder
         engine.scheduler.send(Lookup(1, bytes(32)))
         text = scrape(daemon)
         described = [line for line in text.splitlines() if line.startswith(("# HELP", "# TYPE"))]
-        names = sorted({line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")})
+        samples = (line for line in text.splitlines() if not line.startswith("#"))
+        names = sorted({re.sub(r'="[^"]*"', "", line.rpartition(" ")[0]) for line in samples})
         found = "\n".join([*described, *names]) + "\n"
         if os.environ.get("KVOFFLOAD_UPDATE_GOLDEN"):
             golden.parent.mkdir(exist_ok=True)
@@ -101,6 +104,29 @@ def test_metrics_are_those_of_the_golden_file_and_promtool_finds_no_fault(folder
         checked = subprocess.run(["promtool", "check", "metrics"], input=text, text=True, capture_output=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         engine.close()
+
+
+def test_what_alerts_count_begins_at_0(folder: Path) -> None:
+    """A series that begins with the first event shows no increase."""
+    with start(folder, None) as daemon:
+        daemon.attach("pod")
+        text = scrape(daemon)
+        refused = [f'kvoffload_refusals_total{{reason="{reason.value}"}} 0.0' for reason in RefusalReason]
+        evicted = [f'kvoffload_evicted_bytes_total{{reason="{reason}"}} 0.0' for reason in Eviction.ALL]
+        assert {*refused, *evicted} <= set(text.splitlines())
+
+
+def test_engines_that_are_not_as_predicted_are_counted(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        promised, other = daemon.attach("a", predicted="replicated"), daemon.attach("b", predicted="auto")
+        as_promised = TestEngine(promised, engine_id="one", ranks=2)
+        assert value(daemon, "kvoffload_engines_mispredicted") == 0
+        engines = [TestEngine(path, engine_id="two", ranks=2, replicated=False) for path in (promised, other)]
+        assert value(daemon, 'kvoffload_engines{layout="per-rank"}') == 2
+        assert value(daemon, "kvoffload_engines_mispredicted") == 1
+        for engine in (as_promised, *engines):
+            engine.close()
+        wait_until(lambda: value(daemon, "kvoffload_engines_mispredicted") == 0)
 
 
 def test_deduplicated_bytes_are_the_copies_that_a_plain_layout_would_have_kept(folder: Path) -> None:

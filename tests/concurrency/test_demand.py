@@ -64,6 +64,8 @@ def test_a_pod_that_shares_with_nobody_leaves_nothing_behind(mount: Path, folder
         daemon.detach("b")
         wait_until(lambda: not list((mount / f"kvoffload-{daemon.pool}").iterdir()))
         assert len(files) == 2
+        # counted on without it: a counter that falls would be a reset for Prometheus
+        assert value(daemon, 'kvoffload_evicted_bytes_total{reason="TenantGone"}') == 32 * 65536
         assert value(daemon, "kvoffload_prefault_ratio") == 0
 
 

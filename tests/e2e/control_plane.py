@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -248,6 +249,16 @@ def render_chart(*values: str) -> list[dict[str, Any]]:
     return [one for one in yaml.safe_load_all(done.stdout) if one]
 
 
+def render_rules(*, wait: str) -> str:
+    """The chart's alert rules as a Prometheus' rule file, each with `for: wait`."""
+    rules = yaml.safe_load((REPOSITORY / "charts/kvoffload/rules/kvoffload.yaml").read_text())
+    alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
+    values = [f"monitoring.prometheusRule.alerts.{alert}.for={wait}" for alert in alerts]
+    objects = render_chart("monitoring.prometheusRule.enabled=true", *values)
+    (rule,) = [one for one in objects if one["kind"] == "PrometheusRule"]
+    return yaml.safe_dump(rule["spec"])
+
+
 def install_chart(plane: ControlPlane, *values: str) -> None:
     """Apply the chart. Webhook configurations are left out: nothing serves them here."""
     plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
@@ -317,6 +328,17 @@ def start_process(
             env=environment,
             cwd=plane.folder,
         )
+
+
+def read_metrics(port: int) -> dict[str, float]:
+    """What a process of this machine exposes, by sample; promtool has to find no fault in it."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"promtool: {done.stdout}{done.stderr}")
+    samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {sample: float(value) for sample, _, value in samples}
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import pytest
 from e2e.control_plane import (
     ControlPlane,
     OperatorProcess,
+    free_port,
+    read_metrics,
     report_regions,
     running_operator,
     start_operator,
@@ -83,7 +85,7 @@ def make_pod(control_plane: ControlPlane) -> Iterator[Callable[..., dict[str, An
 
     yield make
     for name in names:
-        control_plane.kubectl("delete", "pod", name, "--force", "--grace-period=0")
+        control_plane.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
 
 
 @pytest.fixture
@@ -106,6 +108,31 @@ def test_case_26_pods_that_the_webhook_missed_are_named_by_one_event_also_after_
     (event,) = events_of(control_plane, "missed")
     assert "delete and create it again" in event["message"]
     assert event["involvedObject"]["uid"] == pod["metadata"]["uid"]
+
+
+def test_pods_that_the_webhook_missed_are_counted_while_they_run(
+    control_plane: ControlPlane, make_pod: Callable[..., Any]
+) -> None:
+    sample = 'kvoffload_operator_unattached_pods{reason="MissedByWebhook"}'
+    port = free_port()
+
+    def count() -> float | None:
+        return read_metrics(port).get(sample)
+
+    with running_operator(control_plane, "operator-m", metrics_port=str(port), **QUICK):
+        wait_until(lambda: count() == 0, "the first sweep")
+        names = ("missed-a", "missed-b")
+        for name in names:
+            make_pod(name, pool="nowhere")
+        wait_until(lambda: count() == 2, "both to be counted", seconds=40)
+        for name in names:
+            control_plane.kubectl("delete", "pod", name, "--force", "--grace-period=0")
+        wait_until(lambda: count() == 0, "both to be forgotten", seconds=40)
+        shown = read_metrics(port)
+    assert shown["kvoffload_operator_leader"] == 1
+    assert shown["kvoffload_operator_injection_ready"] == 0, "no webhook is here"
+    assert shown["kvoffload_operator_api_writes_total"] > 0
+    assert shown['kvoffload_operator_reconcile_errors_total{kind="pool"}'] == 0
 
 
 def test_what_the_webhook_decided_is_one_event(

@@ -25,6 +25,7 @@ from e2e.control_plane import (
     NAMESPACE,
     ControlPlane,
     free_port,
+    read_metrics,
     render_chart,
     running_operator,
     wait_until,
@@ -96,6 +97,15 @@ def annotations(plane: ControlPlane) -> dict[str, str]:
 
 def skip_reason(pod: dict[str, Any]) -> str:
     return str((pod["metadata"].get("annotations") or {}).get("kvoffload.io/skip-reason", ""))
+
+
+def test_a_replica_shows_every_result_also_before_it_happens(replicas: list[Replica]) -> None:
+    """The second one is asked only where the first does not answer."""
+    first, second = (read_metrics(replica.metrics_port) for replica in replicas)
+    name = "kvoffload_operator_injections_total"
+    assert first[f'{name}{{reason="",result="injected"}}'] > 0
+    assert second[f'{name}{{reason="",result="error"}}'] == 0
+    assert second[f'{name}{{reason="PoolNotFound",result="skipped"}}'] == 0
 
 
 def test_an_opted_in_pod_is_injected_and_others_are_not_seen(

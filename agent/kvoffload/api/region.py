@@ -35,6 +35,8 @@ from kvoffload.api.pool import (
 
 MAX_NAME_LENGTH = 253
 MAX_ENGINES = 64
+LEFT_ALONE = "left-alone"
+"""What stands for the confirmed layout of an engine without offload."""
 _Short = Annotated[str, Field(max_length=256)]
 
 

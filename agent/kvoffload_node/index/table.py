@@ -4,7 +4,7 @@ Runs in the node daemon; `tenant.py` adds what sessions ask, `restore.py` fills 
 for what is cold in it. Offsets are byte offsets into the tenant's file.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Set
 
 from kvoffload_node.index.eviction import ColdExtents
@@ -20,6 +20,25 @@ class Clock:
 
     def __init__(self) -> None:
         self.tick = 0
+
+
+class Eviction:
+    """Why slots were evicted; a closed set, used as metric label."""
+
+    CAPACITY = "Capacity"
+    """A slot of the same size was needed, and the pool was full."""
+    QUOTA_LIMIT = "QuotaLimit"
+    """The Kubernetes namespace was at its limit: its own coldest."""
+    EXTENT_MOVED = "ExtentMoved"
+    """Its extent was needed for slots of another size."""
+    TENANT_MOVED = "TenantMoved"
+    """Its extent was needed by another tenant."""
+    CAPACITY_LOWERED = "CapacityLowered"
+    """The pool was made smaller."""
+    TENANT_GONE = "TenantGone"
+    """The tenant will not come back."""
+
+    ALL = (CAPACITY, QUOTA_LIMIT, EXTENT_MOVED, TENANT_MOVED, CAPACITY_LOWERED, TENANT_GONE)
 
 
 class SlotTable:
@@ -44,7 +63,7 @@ class SlotTable:
         self.cold = ColdExtents(self)
         self.num_leased = 0
         """Slots that somebody leases."""
-        self.evicted_bytes: dict[str, int] = {}
+        self.evicted_bytes: Counter[str] = Counter()
         """By reason."""
         self.may_evict = True
         """False after a restart until every engine of before has said what it holds, or is dead."""
@@ -101,7 +120,7 @@ class SlotTable:
         del slot.namespace.ready[slot.key]
         num_bytes = self.extents[offset // self.extent_bytes].slab.slot_bytes
         slot.account.used_bytes -= num_bytes
-        self.evicted_bytes[reason] = self.evicted_bytes.get(reason, 0) + num_bytes
+        self.evicted_bytes[reason] += num_bytes
 
     def free(self, offset: int, account: Account) -> None:
         """Nobody can touch this slot any more; an extent of which that was the last one becomes spare."""
@@ -143,7 +162,7 @@ class SlotTable:
         self.journal.extent(extent.position, UNCUT)
         self.spare.append(extent.position)
 
-    def evict_extent(self, extent: Extent, reason: str = "ExtentMoved") -> None:
+    def evict_extent(self, extent: Extent, reason: str = Eviction.EXTENT_MOVED) -> None:
         """Evict every slot of an extent in which none is leased or being written; it is spare afterwards."""
         stride = extent.slab.slot_bytes
         for offset in extent.offsets(self.extent_bytes):

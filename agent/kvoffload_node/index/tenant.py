@@ -12,7 +12,7 @@ from kvoffload.errors import ProtocolError
 from kvoffload_node.index.eviction import coldest_slot, coldest_unleased
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Namespace, ReadySlot, Slab, Write, WriteOwner
-from kvoffload_node.index.table import SlotTable
+from kvoffload_node.index.table import Eviction, SlotTable
 
 Holder = dict[int, int]
 
@@ -180,7 +180,7 @@ class TenantIndex(SlotTable):
             if supply is Supply.NONE:
                 if oldest is None:
                     return None, self._why_nothing_goes()
-                self.evict(oldest[0], "Capacity")
+                self.evict(oldest[0], Eviction.CAPACITY)
                 return oldest[0], ""
 
     def _why_nothing_goes(self) -> str:
@@ -309,7 +309,7 @@ class TenantIndex(SlotTable):
         if not found or not self.may_evict:
             return False
         _, offset = min(found)
-        self.evict(offset, Shortage.QUOTA_LIMIT)
+        self.evict(offset, Eviction.QUOTA_LIMIT)
         account.used_bytes += self.extents[offset // self.extent_bytes].slab.slot_bytes
         self.free(offset, account)
         return True

@@ -20,6 +20,7 @@ from kvoffload_node.host.numa import NumaNode
 from kvoffload_node.index.journal import UNCUT
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Slab
+from kvoffload_node.index.table import Eviction
 from kvoffload_node.index.tenant import Supply, TenantIndex
 from kvoffload_node.region.hugetlbfs import RegionFile, Reservation
 
@@ -197,7 +198,7 @@ class ExtentPool:
             if not found:
                 return False
             _, victim, extent = min(found, key=lambda entry: entry[0])
-            victim.index.evict_extent(extent, "TenantMoved" if needy else "CapacityLowered")
+            victim.index.evict_extent(extent, Eviction.TENANT_MOVED if needy else Eviction.CAPACITY_LOWERED)
         needs = None if needy is None or account is None else (needy, before, account)
         self._move(victim, victim.index.spare.pop(), needs)
         return True
@@ -246,5 +247,5 @@ class ExtentPool:
         tenant.is_abandoned = True
         for extent in list(tenant.index.extents.values()):
             if not tenant.index.is_busy(extent):
-                tenant.index.evict_extent(extent, "TenantGone")
+                tenant.index.evict_extent(extent, Eviction.TENANT_GONE)
         self.wake()

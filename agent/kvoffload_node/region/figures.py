@@ -17,9 +17,9 @@ class Figures:
     saved_bytes: int
     waste_bytes: int
     slots: dict[str, int]
-    """By state: free, writing, ready, leased (a part of ready), orphaned."""
+    """By state: free, writing, ready, leased (of those ready and orphaned), orphaned."""
     evicted_bytes: dict[str, int]
-    """By reason."""
+    """By reason, every one of `Eviction`."""
 
     @property
     def used_bytes(self) -> int:

@@ -6,6 +6,7 @@ Runs in the node daemon, made once by `daemon.py`. Sessions reach tenants, accou
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Set
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from kvoffload_node.index.journal import TenantJournal
 from kvoffload_node.index.order import order_path, write_order
 from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
 from kvoffload_node.index.slots import Namespace
-from kvoffload_node.index.table import Clock
+from kvoffload_node.index.table import Clock, Eviction
 from kvoffload_node.index.tenant import TenantIndex
 from kvoffload_node.region.extents import ExtentPool, Tenant
 from kvoffload_node.region.figures import Figures
@@ -63,6 +64,8 @@ class Region:
         self.clock = Clock()
         self.accounts: list[Account] = []
         self.pages_reserved = False
+        self._evicted_bytes: Counter[str] = Counter()
+        """Of tenants that are forgotten: a count that falls would look like many evictions to Prometheus."""
         self.numa_out_of_reach: list[int] = []
         """NUMA nodes that the daemon may run on no CPU of, as of the last extent: none is placed there."""
         self._state = state_folder
@@ -187,6 +190,7 @@ class Region:
     def remove_tenant(self, tenant: Tenant) -> None:
         """Forget an abandoned tenant that holds no extent."""
         del self.extents.tenants[tenant.name]
+        self._evicted_bytes += tenant.index.evicted_bytes
         for thing in (tenant.file, tenant.index.journal):
             thing.close()
             thing.unlink()
@@ -244,7 +248,7 @@ class Region:
         used = {tenant.name: tenant.index.used_bytes - tenant.index.writing_bytes for tenant in tenants}
         writing = sum(tenant.index.writing_bytes for tenant in tenants)
         slots = dict.fromkeys(("free", "writing", "ready", "leased", "orphaned"), 0)
-        evicted: dict[str, int] = {}
+        evicted = dict.fromkeys(Eviction.ALL, 0) | self._evicted_bytes
         for tenant in tenants:
             index = tenant.index
             slots["free"] += sum(len(extent.free) for extent in index.extents.values())
@@ -253,7 +257,7 @@ class Region:
             slots["leased"] += index.num_leased
             slots["orphaned"] += len(index.orphans)
             for reason, num_bytes in index.evicted_bytes.items():
-                evicted[reason] = evicted.get(reason, 0) + num_bytes
+                evicted[reason] += num_bytes
         waste = sum(tenant.index.waste_bytes for tenant in tenants)
         capacity = self.capacity_bytes if self.pages_reserved else self.extents.num_allocated * self.extent_bytes
         return Figures(

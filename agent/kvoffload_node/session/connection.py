@@ -133,6 +133,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._go_on_reading()
         except ProtocolError as error:
+            self._registry.refusals[RefusalReason.MALFORMED.value] += 1
             if self._registry.is_first(self._pod, RefusalReason.MALFORMED.value):
                 log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvoffload.api.region import LEFT_ALONE
 from kvoffload.layout.rows import RankPart, Row, plan_row
 from kvoffload.protocol.messages import LEFT_ALONE_PREFIX
 from kvoffload_node.index.quotas import Account
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 SCHEDULER = -1
 """Rank of the scheduler's session."""
-LEFT_ALONE = "left-alone"
-"""What stands for the layout of an engine without offload."""
 
 
 @dataclass(slots=True, eq=False)

@@ -64,7 +64,8 @@ class Registry:
         self.connections: set[Connection] = set()
         self.connection_budget = Budget(MAX_CONNECTIONS_OF_POD, MAX_CONNECTIONS)
         self.byte_budget = Budget(MAX_BYTES_OF_POD, MAX_BYTES)
-        self.refusals: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter({reason.value: 0 for reason in RefusalReason})
+        """Every reason from the start: Prometheus sees no increase in a series that begins with the first refusal."""
         self.closed: Counter[str] = Counter()
         self.durations: dict[type, Durations] = {kind: Durations() for kind in get_args(FromEngine)}
         self.floor = Floor()

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from kvoffload.api.keys import POOL_LABEL, SKIP_REASON_ANNOTATION, PredictedLayout, SkipReason
-from kvoffload.api.region import MAX_ENGINES, KVOffloadRegion, RegionEngine, region_name
+from kvoffload.api.region import LEFT_ALONE, MAX_ENGINES, KVOffloadRegion, RegionEngine, region_name
 from kvoffload_operator.events import EventRecorder, PodEvent, Regarding
 from kvoffload_operator.observe import ClusterView, ObservedPod
+
+UNATTACHED_REASONS: tuple[str, ...] = (*SkipReason, PodEvent.MISSED_BY_WEBHOOK, PodEvent.UNATTACHED)
+"""Every reason of `count_unattached`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,18 @@ def plan_pod(
             )
         )
     for engine in engines:
-        if engine.predicted_layout == PredictedLayout.REPLICATED and engine.confirmed_layout not in ("", "replicated"):
+        if engine.confirmed_layout == LEFT_ALONE:
+            plans.append(
+                PodPlan(
+                    PodEvent.ENGINE_DECLINED,
+                    f"an engine of it declined offload and serves without it ({engine.reason}): {engine.message}",
+                    warning=True,
+                )
+            )
+        elif engine.predicted_layout == PredictedLayout.REPLICATED and engine.confirmed_layout not in (
+            "",
+            "replicated",
+        ):
             plans.append(
                 PodPlan(
                     PodEvent.LAYOUT_NOT_CONFIRMED,
@@ -88,7 +102,8 @@ def _engines(pod: ObservedPod, region: KVOffloadRegion | None) -> list[RegionEng
 def is_unattached(
     pod: ObservedPod, region: KVOffloadRegion | None, *, now: datetime, unattached_after: timedelta
 ) -> bool:
-    """Whether an injected pod has run long enough to have an engine attached, and has none."""
+    """Whether an injected pod has run long enough to have an engine attached, and has none; one that declined offload
+    is told by an event and a metric of its own."""
     if pod.is_over or not pod.is_running or pod.started_at is None or now - pod.started_at < unattached_after:
         return False
     if _engines(pod, region):

@@ -113,8 +113,9 @@ class AdmissionServer:
                     answer = await decide(asked, **request.match_info)
                 except Exception as error:
                     subject = f"{asked.get('namespace')}/{asked.get('name') or '(generated)'}"
-                    logger.error("%s: %.300s stays as it is: %.300s", name, subject, error, exc_info=error)
-                    metrics.injections_total.labels(result="error", reason=type(error).__name__).inc()
+                    words = f"{type(error).__name__}: {error}"
+                    logger.error("%s: %.300s stays as it is: %.300s", name, subject, words, exc_info=error)
+                    metrics.injections_total.labels(result="error", reason="").inc()
                     answer = {"allowed": True}
             response = web.json_response(
                 {

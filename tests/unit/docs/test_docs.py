@@ -11,10 +11,15 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from hack.docs import dashboard, reference
 from hack.docs.panels import PANELS, dashboard_queries
+from kvoffload.api.conditions import PoolReason, RegionReason
+from kvoffload.api.pool import NodeCounts
+from kvoffload.api.region import LEFT_ALONE
 from kvoffload.errors import RefusalReason
 from kvoffload_engine.preflight import PreflightReason
-from kvoffload_node.metrics import HELP
+from kvoffload_node.index.table import Eviction
+from kvoffload_node.metrics import HELP, LABELS
 from kvoffload_operator import metrics as operator_metrics
+from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "charts" / "kvoffload" / "rules" / "kvoffload.yaml"
@@ -76,6 +81,30 @@ def test_every_query_of_the_dashboard_is_listed_without_variables() -> None:
     assert not [query for _, query in queries if "$" in query]
 
 
+def test_no_query_of_the_dashboard_makes_up_data() -> None:
+    """The end-to-end test says that each returns some: it has to be able to fail."""
+    assert not [query for _, query in dashboard_queries() if "vector(" in query or "absent" in query]
+
+
+def test_what_the_docs_say_to_watch_is_on_the_dashboard() -> None:
+    section = (DOCS / "monitoring.md").read_text().partition("## What to watch")[2].partition("\n## ")[0]
+    named = {
+        name for names in re.findall(r"^\| [^|]+\? \| (.+) \|$", section, re.MULTILINE) for name in names.split("; ")
+    }
+    assert len(named) > 10
+    assert named <= {panel.title for panel in PANELS}
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard.build_dashboard()["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= dashboard.COLUMNS
+        taken |= cells
+
+
 def test_every_alert_has_a_runbook_entry_and_a_test(rules: list[dict[str, str]]) -> None:
     alerts = {rule["alert"] for rule in rules}
     entries = set(re.findall(r"^## (\w+)$", (DOCS / "runbook.md").read_text(), flags=re.MULTILINE))
@@ -83,6 +112,47 @@ def test_every_alert_has_a_runbook_entry_and_a_test(rules: list[dict[str, str]])
     cases = yaml.safe_load(RULE_TESTS.read_text())["tests"]
     fired = {case["alertname"] for one in cases for case in one["alert_rule_test"] if case["exp_alerts"]}
     assert fired == alerts
+
+
+def declared_labels() -> dict[str, set[str]]:
+    """Of every metric by its name without suffix: the labels that our processes give it."""
+    of_operator = {
+        family.name: set(metric._labelnames)
+        for metric in vars(operator_metrics).values()
+        if isinstance(metric, MetricWrapperBase)
+        for family in metric.describe()
+    }
+    return {name: set(LABELS.get(name, ())) for name in HELP} | of_operator
+
+
+def test_series_of_the_rules_tests_are_such_as_the_code_emits() -> None:
+    """A rule that is tested with a reason that nothing emits is not tested."""
+    target_labels = {"pool", "node", "pod"}
+    values = {
+        "reason": {
+            *(reason.value for reason in RefusalReason),
+            *Eviction.ALL,
+            *UNATTACHED_REASONS,
+            *PoolReason,
+            *RegionReason,
+        },
+        "layout": {"replicated", "per-rank", "shared", "pending", LEFT_ALONE},
+        "result": {"hit", "miss", "injected", "unchanged", "skipped", "error", "invalid"},
+        "state": {"matching", *NodeCounts.model_fields},
+    }
+    declared = declared_labels()
+    for case in yaml.safe_load(RULE_TESTS.read_text())["tests"]:
+        for series in case["input_series"]:
+            if not series["series"].startswith("kvoffload_"):
+                continue
+            (metric,), labels = metrics_in(series["series"]), re.findall(r'(\w+)="([^"]*)"', series["series"])
+            assert {name for name, _ in labels} <= declared[metric] | target_labels, series
+            assert all(value in values[name] for name, value in labels if name in values), series
+
+
+def test_every_degradation_of_the_runbook_is_ours() -> None:
+    section = (DOCS / "runbook.md").read_text().partition("## KVOffloadPoolDegraded")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([A-Z][A-Za-z]+)`:", section)) <= {*PoolReason, *RegionReason}
 
 
 def test_refusal_reasons_of_the_runbook_are_ours() -> None:

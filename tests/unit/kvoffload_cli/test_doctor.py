@@ -23,7 +23,7 @@ from fixtures.cli.cluster import webhook_configuration as configuration
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
 from kvoffload_cli.facts import ClusterFacts
-from kvoffload_cli.observe import ADMISSION, POOLS, PROBE_PATH, observe_cluster
+from kvoffload_cli.observe import ADMISSION, POOLS, PROBE_PATH, REGIONS, observe_cluster
 
 Objects = dict[str, object]
 
@@ -120,6 +120,18 @@ def test_pages_requested_by_others_count_only_before_our_daemon_has_them() -> No
     (found,) = findings_of(objects)[:1]
     assert found.check == "node_is_short_of_pages"
     assert "16Gi of 72Gi hugepages-2Mi are requested by other pods" in found.message
+
+
+@pytest.mark.parametrize("confirmed", ["per-rank", "shared"])
+def test_any_layout_but_the_predicted_one_is_told(confirmed: str) -> None:
+    """As the metric kvoffload_engines_mispredicted counts them, whose alert sends people here."""
+    objects = healthy()
+    for region in objects[REGIONS]:  # type: ignore[attr-defined]
+        for engine in region["status"].get("engines", [])[:1]:
+            engine |= {"confirmedLayout": confirmed, "reason": "LayerNotReplicated"}
+    (found,) = findings_of(objects)
+    assert found.check == "layout_differs_from_prediction"
+    assert f"confirmed {confirmed}" in found.message
 
 
 def test_two_pools_that_fit_together_are_fine() -> None:

@@ -64,6 +64,14 @@ def reasons(given: ObservedPod, at: KVOffloadRegion | None) -> list[str]:
             region(engine(predictedLayout="replicated", confirmedLayout="per-rank", reason="LayerNotReplicated")),
             ["Injected", "LayoutNotConfirmed"],
         ),
+        *(
+            (
+                pod(),
+                region(engine(predictedLayout=predicted, confirmedLayout="left-alone", reason="MultiNode"), attached=0),
+                ["Injected", "EngineDeclined"],
+            )
+            for predicted in ("replicated", "auto")
+        ),
         (pod(), region(engine(predictedLayout="replicated", confirmedLayout="")), ["Injected"]),
         (pod(), region(engine(predictedLayout="auto", confirmedLayout="per-rank")), ["Injected"]),
     ],
