@@ -8,6 +8,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from kvoffload.api import keys
+from kvoffload.api.schema import fields_only_in
 from kvoffload_cli.facts import CertificateFacts, CRDFacts, WebhookFacts
 
 Manifest = Mapping[str, Any]
@@ -76,25 +77,12 @@ def crd_facts(expected: Manifest, installed: Manifest | None) -> CRDFacts:
     version = next(
         (one for one in (installed or {}).get("spec", {}).get("versions", []) if one["name"] == keys.VERSION), None
     )
-    wanted = field_paths(expected["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
-    found = field_paths(version["schema"]["openAPIV3Schema"]) if version else set()
     return CRDFacts(
         name=name,
         is_established=installed is not None and has_condition(installed.get("status", {}), "Established"),
         serves_version=bool(version and version.get("served")),
-        missing_fields=tuple(sorted(wanted - found)),
+        missing_fields=tuple(fields_only_in(expected, installed or {})),
     )
-
-
-def field_paths(schema: Manifest, prefix: str = "") -> set[str]:
-    """Dotted paths of all properties of a structural schema."""
-    paths: set[str] = set()
-    for name, child in schema.get("properties", {}).items():
-        paths.add(f"{prefix}{name}")
-        paths |= field_paths(child, f"{prefix}{name}.")
-    if isinstance(schema.get("items"), Mapping):
-        paths |= field_paths(schema["items"], f"{prefix.removesuffix('.')}[].")
-    return paths
 
 
 def has_condition(status: Manifest, kind: str) -> bool:

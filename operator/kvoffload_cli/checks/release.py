@@ -2,6 +2,7 @@
 
 from datetime import datetime, timedelta
 
+from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.facts import ClusterFacts
 
@@ -20,7 +21,7 @@ def kubernetes_is_too_old(facts: ClusterFacts) -> Found:
 def crd_is_missing_or_outdated(facts: ClusterFacts) -> Found:
     """A CRD is not there, not served, or older than this program."""
     for crd in facts.crds:
-        remedy = "kubectl apply --server-side -f crds/ (helm installs CRDs, and never upgrades them)"
+        remedy = f"{APPLY_CRDS_COMMAND} (helm installs CRDs, and never upgrades them)"
         if not crd.serves_version:
             yield Severity.ERROR, f"crd/{crd.name}", "not installed, or does not serve v1alpha1", remedy
         elif not crd.is_established:

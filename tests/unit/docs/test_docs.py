@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from hack.docs import dashboard, reference
 from hack.docs.panels import PANELS, dashboard_queries
+from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.errors import RefusalReason
 from kvoffload_engine.preflight import PreflightReason
 from kvoffload_node.metrics import HELP
@@ -84,6 +85,12 @@ def test_every_alert_has_a_runbook_entry_and_a_test(rules: list[dict[str, str]])
     cases = yaml.safe_load(RULE_TESTS.read_text())["tests"]
     fired = {case["alertname"] for one in cases for case in one["alert_rule_test"] if case["exp_alerts"]}
     assert fired == alerts
+
+
+@pytest.mark.parametrize("page", ["upgrade.md", "reference/conditions.md"])
+def test_crds_are_upgraded_by_the_command_that_operator_and_doctor_print(page: str) -> None:
+    """`tests/e2e/test_crd_versions.py` runs it."""
+    assert APPLY_CRDS_COMMAND in (DOCS / page).read_text()
 
 
 def test_refusal_reasons_of_the_runbook_are_ours() -> None:
