@@ -76,6 +76,7 @@ class CertificateFacts:
     """One X.509 certificate."""
 
     where: str
+    not_before: datetime
     not_after: datetime
 
 

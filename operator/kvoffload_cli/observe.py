@@ -25,6 +25,7 @@ from kvoffload_cli.kube import Denied, Reader
 from kvoffload_cli.observe_release import (
     Manifest,
     certificate_facts,
+    certificate_secret_paths,
     crd_facts,
     has_condition,
     serving_certificate,
@@ -133,12 +134,9 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
     pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
     regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)
     pods = seen.collection("/api/v1/pods")
-    workloads = [workload_facts(one) for one in seen.collection("/apis/apps/v1/deployments", labels=OURS)]
-    secrets = [
-        secret
-        for namespace in sorted({workload.namespace for workload in workloads})
-        for secret in seen.collection(f"/api/v1/namespaces/{namespace}/secrets", labels=OURS)
-    ]
+    deployments = seen.collection("/apis/apps/v1/deployments", labels=OURS)
+    workloads = [workload_facts(one) for one in deployments]
+    secrets = [found for path in certificate_secret_paths(deployments) if (found := seen.get(path)) is not None]
     serving = {where: one for where, one in map(serving_certificate, secrets) if one is not None}
     webhooks = [
         fact

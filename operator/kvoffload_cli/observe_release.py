@@ -13,6 +13,9 @@ from kvoffload_cli.facts import CertificateFacts, CRDFacts, WebhookFacts
 
 Manifest = Mapping[str, Any]
 
+CERTIFICATE_VARIABLE = "KVOFFLOAD_CERTIFICATE_SECRET"
+"""Of operator and webhook, set by the chart whatever the certificates' mode."""
+
 
 def webhook_facts(configuration: Manifest, *, kind: str, serving: Sequence[x509.Certificate]) -> Iterable[WebhookFacts]:
     """Every webhook of one configuration, and whether it trusts one of the serving certificates."""
@@ -29,6 +32,18 @@ def webhook_facts(configuration: Manifest, *, kind: str, serving: Sequence[x509.
             if serving
             else None,
         )
+
+
+def certificate_secret_paths(deployments: Iterable[Manifest]) -> list[str]:
+    """API paths of the Secrets that the webhook's Deployments serve from, whoever made them."""
+    names = {
+        (deployment["metadata"]["namespace"], variable["value"])
+        for deployment in deployments
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for variable in container.get("env", [])
+        if variable["name"] == CERTIFICATE_VARIABLE
+    }
+    return [f"/api/v1/namespaces/{namespace}/secrets/{name}" for namespace, name in sorted(names)]
 
 
 def serving_certificate(secret: Manifest) -> tuple[str, x509.Certificate | None]:
@@ -49,7 +64,9 @@ def load_certificates(base64_pem: str) -> list[x509.Certificate]:
 
 def certificate_facts(certificate: x509.Certificate, *, where: str) -> CertificateFacts:
     """What the checks ask of a certificate."""
-    return CertificateFacts(where=where, not_after=certificate.not_valid_after_utc)
+    return CertificateFacts(
+        where=where, not_before=certificate.not_valid_before_utc, not_after=certificate.not_valid_after_utc
+    )
 
 
 def is_authority(certificate: x509.Certificate) -> bool:

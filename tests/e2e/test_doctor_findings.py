@@ -67,9 +67,10 @@ def complete(one: Object, api_version: str, kind: str) -> Object:
                 container["resources"]["requests"]["memory"] = "64Mi"
     elif kind == "Deployment":
         labels = manifest["metadata"]["labels"]
-        container = {"name": "main", "image": "none"}
         spec |= {"selector": {"matchLabels": labels}}
-        spec |= {"template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}}}
+        spec["template"]["metadata"] = {"labels": labels}
+        for container in spec["template"]["spec"]["containers"]:
+            container["image"] = "none"
     elif kind == "MutatingWebhookConfiguration":
         for webhook in manifest["webhooks"]:
             webhook |= {"admissionReviewVersions": ["v1"], "sideEffects": "None"}

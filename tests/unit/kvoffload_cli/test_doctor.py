@@ -67,7 +67,7 @@ def test_an_empty_cluster_is_told_to_install() -> None:
 
 
 def test_what_rbac_forbids_is_said_and_not_taken_for_a_fault(golden: Callable[[str, str], None]) -> None:
-    denied = (f"/api/v1/namespaces/{SYSTEM}/secrets", "/api/v1/nodes")
+    denied = (f"/api/v1/namespaces/{SYSTEM}/secrets/kvoffload-webhook-tls", "/api/v1/nodes")
     facts = observe_cluster(FixtureReader(healthy(), denied=denied), now=NOW)
     assert run_checks(facts) == []
     assert len(facts.unreadable) == 2
@@ -75,11 +75,20 @@ def test_what_rbac_forbids_is_said_and_not_taken_for_a_fault(golden: Callable[[s
 
 
 @pytest.mark.parametrize(
-    ("days", "severity", "word"), [(-1, Severity.ERROR, "expired"), (13, Severity.WARNING, "expires"), (15, None, "")]
+    ("days", "age_days", "severity", "word"),
+    [
+        (-1, 300, Severity.ERROR, "expired"),
+        (13, 300, Severity.WARNING, "expires"),
+        (15, 300, None, ""),
+        (2.1, 3.9, None, ""),
+        (1.4, 4.6, Severity.WARNING, "expires"),
+    ],
 )
-def test_certificate_is_reported_two_weeks_ahead(days: int, severity: Severity | None, word: str) -> None:
+def test_certificate_is_reported_two_weeks_ahead_and_a_short_one_in_its_last_quarter(
+    days: float, age_days: float, severity: Severity | None, word: str
+) -> None:
     objects, authority = healthy(), Authority()
-    objects[f"/api/v1/namespaces/{SYSTEM}/secrets"] = [secret(authority.serving(days=days))]
+    objects[f"/api/v1/namespaces/{SYSTEM}/secrets"] = [secret(authority.serving(days=days, age_days=age_days))]
     objects[f"{ADMISSION}/mutatingwebhookconfigurations"] = [configuration(authority.bundle)]
     found = findings_of(objects)
     assert [finding.severity for finding in found] == ([severity] if severity else [])
