@@ -29,6 +29,7 @@ KINDS = {
     POOLS: ("kvoffload.io/v1alpha1", "KVOffloadPool"),
     REGIONS: ("kvoffload.io/v1alpha1", "KVOffloadRegion"),
     "/api/v1/pods": ("v1", "Pod"),
+    f"/api/v1/namespaces/{SYSTEM}/events": ("v1", "Event"),
     "/apis/apps/v1/deployments": ("apps/v1", "Deployment"),
     f"/api/v1/namespaces/{SYSTEM}/secrets": ("v1", "Secret"),
     f"{ADMISSION}/mutatingwebhookconfigurations": (
@@ -86,7 +87,8 @@ def complete_status(kind: str, status: Object) -> Object:
             state.setdefault("startedAt", "2026-11-29T16:00:00Z") if "reason" not in state else None
     if kind == "Node":
         for condition in status["conditions"]:
-            condition |= {"reason": "Test", "message": ""}
+            condition.setdefault("reason", "Test")
+            condition.setdefault("message", "")
     return status
 
 

@@ -12,20 +12,27 @@ from fixtures.cli.cluster import (
     Authority,
     FixtureReader,
     ailing,
+    daemon,
     deployment,
     healthy,
+    mount_failure,
     node,
     pod,
     pool,
     secret,
 )
 from fixtures.cli.cluster import webhook_configuration as configuration
+from kvoffload.api.pool import KVOffloadPoolSpec
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
+from kvoffload_cli.checks.nodes import KUBELET_PODS_VOLUME
 from kvoffload_cli.facts import ClusterFacts
 from kvoffload_cli.observe import ADMISSION, POOLS, PROBE_PATH, observe_cluster
+from kvoffload_operator.resources.daemonset import build_daemonset
+from operator_builders import daemonset_options
 
 Objects = dict[str, object]
+OPTIONS = daemonset_options()
 
 
 def findings_of(objects: Objects) -> list[Finding]:
@@ -126,6 +133,29 @@ def test_pages_requested_by_others_count_only_before_our_daemon_has_them() -> No
     (found,) = findings_of(objects)[:1]
     assert found.check == "node_is_short_of_pages"
     assert "16Gi of 72Gi hugepages-2Mi are requested by other pods" in found.message
+
+
+def test_a_volume_other_than_the_kubelet_s_folder_is_said_with_the_pod() -> None:
+    objects = healthy()
+    message = 'MountVolume.SetUp failed for volume "hugepages" : hostPath type check failed: /dev/hugepages is not'
+    objects["/api/v1/pods"] = [daemon("llm", "gpu-1", ready=False, waiting="ContainerCreating")]
+    objects[f"/api/v1/namespaces/{SYSTEM}/events"] = [mount_failure("kvoffload-llm-gpu-1", message)]
+    (found,) = findings_of(objects)
+    assert found.check == "daemon_does_not_run"
+    assert message in found.message
+
+
+def test_the_kubelet_s_folder_is_the_daemons_volume_of_that_name() -> None:
+    spec = KVOffloadPoolSpec.model_validate({"capacity": "64Mi"})
+    template = build_daemonset("llm", spec, capacity_bytes=spec.capacity, options=OPTIONS)["spec"]["template"]
+    volumes = {one["name"]: one for one in template["spec"]["volumes"]}
+    assert volumes[KUBELET_PODS_VOLUME]["hostPath"]["path"] == f"{OPTIONS.kubelet_root_dir}/pods"
+
+
+def test_a_node_that_no_pool_matches_may_be_away() -> None:
+    objects = healthy()
+    objects["/api/v1/nodes"] = [node("gpu-1"), node("gpu-2"), node("cpu", labels={}, status="False", message="why")]
+    assert findings_of(objects) == []
 
 
 def test_two_pools_that_fit_together_are_fine() -> None:
