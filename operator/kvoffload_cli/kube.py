@@ -46,8 +46,12 @@ class ClusterReader:
     def __init__(self, *, kubeconfig: str | None = None, context: str | None = None) -> None:
         try:
             self._client: client.ApiClient = config.new_client_from_config(config_file=kubeconfig, context=context)
+            contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
         except (ConfigException, yaml.YAMLError, OSError) as error:
             raise ClusterUnavailable(f"no usable kubeconfig ({error}); set KUBECONFIG, or give --kubeconfig") from error
+        used = next((one for one in contexts if one["name"] == context), current)
+        self.namespace: str = used["context"].get("namespace") or "default"
+        """Of the context, which is meant where the user names none."""
 
     def list_objects(self, path: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
         """All objects of a collection, page by page."""
