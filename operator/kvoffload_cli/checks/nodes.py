@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvoffload.api.conditions import RegionReason, find
-from kvoffload.api.pool import Fallback, KVOffloadPool, PageSize
+from kvoffload.api.pool import Fallback, KVOffloadPool
 from kvoffload.units import format_bytes
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, NodePages
@@ -49,11 +49,10 @@ def kubelet_counts_missing_pages(facts: ClusterFacts) -> Found:
             )
             num_pages = -(-pages.allocatable_bytes // size.num_bytes)
             remedy = (
-                f"on the node: grep HugePages_ /proc/meminfo; where HugePages_Total is below {num_pages}, reserve them "
-                "again, else end what holds them outside of pods; then systemctl restart kubelet"
+                f"on the node: grep . /sys/kernel/mm/hugepages/hugepages-{size.num_bytes // 1024}kB/*; where "
+                f"nr_hugepages is below {num_pages}, reserve them again, else end what holds them outside of pods; "
+                "then systemctl restart kubelet"
             )
-            if size is PageSize.GI_1:
-                remedy = remedy.replace("grep HugePages_ /proc/meminfo", "cat /sys/kernel/mm/hugepages/*/nr_hugepages")
             yield Severity.ERROR, f"node/{node.name}", message, remedy
 
 
