@@ -18,7 +18,8 @@ class Part(StrEnum):
     NODES = "nodes"
     DEPLOYMENTS = "Deployments"
     DAEMONSETS = "DaemonSets"
-    SECRETS = "the release's Secrets"
+    SECRETS = "the webhook's certificate"
+    EVENTS = "events of the daemons"
     WEBHOOKS = "webhook configurations"
     CRDS = "CRDs"
     VERSION = "the server's version"
@@ -29,7 +30,10 @@ class Part(StrEnum):
 class NodePages:
     """Huge pages of one size on a node, in bytes, as its kubelet reports them."""
 
+    capacity_bytes: int
+    """What the kubelet found at its start."""
     allocatable_bytes: int
+    """What of it pods may have."""
     requested_bytes_by_pool: Mapping[str, int]
     """Requests of our daemons' pods on this node."""
     requested_bytes_by_others: int
@@ -43,6 +47,8 @@ class NodeFacts:
     labels: Mapping[str, str]
     pages: Mapping[str, NodePages]
     """By page size, `2Mi` and `1Gi`; a size the kubelet does not know is absent."""
+    not_ready: str
+    """Why the node is not ready, in its kubelet's words; empty where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class DaemonPod:
     """Why a container waits or the pod is not scheduled, empty if neither."""
     is_deleting: bool = False
     created_at: datetime | None = None
+    mount_failure: str = ""
+    """The kubelet's last words about a volume that it cannot mount, empty where the pod is ready or there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ class CertificateFacts:
     """One X.509 certificate."""
 
     where: str
+    not_before: datetime
     not_after: datetime
 
 
@@ -169,7 +178,7 @@ class ClusterFacts:
     unread: frozenset[Part] = frozenset()
     """The parts of those sentences: unknown, which is not the same as empty."""
     viewer_role: str = ""
-    """The ClusterRole that would let this user read pools and regions; empty where both were read."""
+    """The ClusterRole that lets people read pools and regions; empty where everything was read."""
     serves_pools: bool = True
     """Whether the API server has the kind KVOffloadPool."""
     operator_runs: bool | None = None

@@ -30,6 +30,7 @@ from kvoffload_cli.observe_pods import came_label_late, count_restarts, last_end
 from kvoffload_cli.observe_release import (
     Manifest,
     certificate_facts,
+    certificate_secret_paths,
     crd_facts,
     has_condition,
     serving_certificate,
@@ -64,6 +65,8 @@ PROBE = {
 }
 """A pod that Pod Security `restricted` takes, for a pool that there is not: the webhook's answer is a skip reason."""
 FINISHED = ("Succeeded", "Failed")
+MOUNT_FAILED = "MountVolume."
+"""How a kubelet's event begins that names the volume; the others of its reason only say that it waited."""
 
 
 class Observation:
@@ -81,10 +84,10 @@ class Observation:
         self.unread.add(part)
         self.unreadable.append(str(error))
 
-    def collection(self, path: str, part: Part, *, labels: str = "") -> list[dict[str, Any]]:
+    def collection(self, path: str, part: Part, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
         """A collection; empty, and noted, where it could not be read."""
         try:
-            return self.reader.list_objects(path, labels=labels)
+            return self.reader.list_objects(path, labels=labels, fields=fields)
         except (Denied, ReadFailed) as error:
             self.note(part, error)
             return []
@@ -106,8 +109,8 @@ class Observation:
         return self.parse(self.collection(REGIONS, Part.REGIONS), KVOffloadRegion.from_manifest)
 
     def viewer_role(self) -> str:
-        """The ClusterRole that would let this user read pools and regions; empty where both were read."""
-        return find_viewer_role(self.reader) if self.unread & {Part.POOLS, Part.REGIONS} else ""
+        """The ClusterRole that would let this user read pools and regions; empty where everything was read."""
+        return find_viewer_role(self.reader) if self.unread else ""
 
     def parse(self, manifests: Iterable[dict[str, Any]], make: Callable[[dict[str, Any]], _T]) -> tuple[_T, ...]:
         """Our objects; one that this version cannot read is noted and left out."""
@@ -176,13 +179,11 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
     seen = Observation(reader)
     pools, regions = seen.pools(), seen.regions()
     pods = seen.collection("/api/v1/pods", Part.PODS)
-    workloads = [workload_facts(one) for one in seen.collection(DEPLOYMENTS, Part.DEPLOYMENTS, labels=OURS)]
+    deployments = seen.collection(DEPLOYMENTS, Part.DEPLOYMENTS, labels=OURS)
+    workloads = [workload_facts(one) for one in deployments]
     daemonsets = seen.collection("/apis/apps/v1/daemonsets", Part.DAEMONSETS, labels=OURS)
-    secrets = [
-        secret
-        for namespace in sorted({workload.namespace for workload in workloads})
-        for secret in seen.collection(f"/api/v1/namespaces/{namespace}/secrets", Part.SECRETS, labels=OURS)
-    ]
+    paths = certificate_secret_paths(deployments)
+    secrets = [found for path in paths if (found := seen.get(path, Part.SECRETS)) is not None]
     serving = {where: one for where, one in map(serving_certificate, secrets) if one is not None}
     webhooks = [
         fact
@@ -196,7 +197,7 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
         nodes=tuple(node_facts(one, pods) for one in seen.collection("/api/v1/nodes", Part.NODES)),
         pools=pools,
         regions=regions,
-        daemons=tuple(daemon_pod(pod) for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)),
+        daemons=observe_daemons(seen, pods),
         daemonsets=tuple(daemonset_facts(one) for one in daemonsets if labels_of(one).get(keys.DAEMON_OF_LABEL)),
         workloads=tuple(workloads),
         webhooks=tuple(webhooks),
@@ -267,6 +268,7 @@ def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
             else:
                 by_others += requested
         pages[size.value] = NodePages(
+            capacity_bytes=parse_quantity(status["capacity"][size.resource_name]),
             allocatable_bytes=parse_quantity(status["allocatable"][size.resource_name]),
             requested_bytes_by_pool=by_pool,
             requested_bytes_by_others=by_others,
@@ -275,7 +277,18 @@ def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
         name=name,
         labels=labels_of(node),
         pages=pages,
+        not_ready=not_ready(status),
     )
+
+
+def not_ready(status: Manifest) -> str:
+    """Why a node is not ready, as its kubelet, or the controller that misses it, says; empty where it is."""
+    ready = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), None)
+    if ready is None:
+        return "it has not reported yet"
+    if ready["status"] == "True":
+        return ""
+    return ": ".join(filter(None, (ready.get("reason"), ready.get("message")))) or f"Ready is {ready['status']}"
 
 
 def requested_bytes(pod: Manifest, resource: str) -> int:
@@ -309,7 +322,27 @@ def opted_in_pod(pod: Manifest) -> OptedInPod:
     )
 
 
-def daemon_pod(pod: Manifest) -> DaemonPod:
+def observe_daemons(seen: Observation, pods: Iterable[Manifest]) -> tuple[DaemonPod, ...]:
+    """Our pods on the nodes; of those that are not ready, what their kubelets cannot mount, by their events."""
+    manifests = [pod for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)]
+    waiting = {
+        pod["metadata"]["namespace"]
+        for pod in manifests
+        if pod["spec"].get("nodeName") and not has_condition(pod.get("status", {}), "Ready")
+    }
+    failures = {
+        (namespace, event["involvedObject"]["name"]): event["message"]
+        for namespace in sorted(waiting)
+        for event in seen.collection(f"/api/v1/namespaces/{namespace}/events", Part.EVENTS, fields="reason=FailedMount")
+        if event["involvedObject"].get("kind") == "Pod" and event.get("message", "").startswith(MOUNT_FAILED)
+    }
+    return tuple(
+        daemon_pod(pod, mount_failure=failures.get((pod["metadata"]["namespace"], pod["metadata"]["name"]), ""))
+        for pod in manifests
+    )
+
+
+def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
     """A pod of ours on a node."""
     status = pod.get("status", {})
     containers = status.get("containerStatuses", [])
@@ -332,6 +365,7 @@ def daemon_pod(pod: Manifest) -> DaemonPod:
         waiting=unscheduled or waiting_reasons(pod),
         is_deleting="deletionTimestamp" in pod["metadata"],
         created_at=timestamp(pod["metadata"]["creationTimestamp"]),
+        mount_failure="" if has_condition(status, "Ready") else mount_failure,
     )
 
 

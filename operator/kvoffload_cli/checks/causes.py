@@ -57,10 +57,17 @@ def is_short_by_name(facts: ClusterFacts, *, pool: str, node: str) -> bool:
     return wanted is not None and found is not None and is_short(wanted, found)
 
 
+def counts_missing_pages(facts: ClusterFacts, *, pool: str, node: str) -> bool:
+    """Whether the kubelet counts enough pages for the pool: where the daemon does not get them, they are gone."""
+    wanted = facts.pool(pool)
+    found = next((one for one in facts.nodes if one.name == node), None)
+    return wanted is not None and found is not None and allocatable_bytes(wanted, found) >= wanted.spec.capacity
+
+
 def fails(pod: DaemonPod) -> bool:
     """Whether the pod waits for something that will not come by itself."""
     waits = pod.waiting.split(", ") if pod.waiting else []
-    return pod.phase == "Failed" or any(not wait.endswith(PASSING_WAITS) for wait in waits)
+    return pod.phase == "Failed" or bool(pod.mount_failure) or any(not wait.endswith(PASSING_WAITS) for wait in waits)
 
 
 def is_passing(facts: ClusterFacts, *, pool: str, node: str) -> bool:
@@ -94,6 +101,8 @@ def is_explained(facts: ClusterFacts, region: KVOffloadRegion) -> bool:
     place = {"pool": region.spec.pool_name, "node": region.spec.node_name}
     if (ready is None or said is node_ready) and is_short_by_name(facts, **place):
         return True
+    if said is ready and ready is not None and ready.reason == RegionReason.PAGES_UNAVAILABLE:
+        return counts_missing_pages(facts, **place)
     if said is not None and said.reason not in (*PASSING_REASONS, RegionReason.DAEMON_FAILING):
         return False
     pods = [pod for pod in facts.daemons if (pod.pool, pod.node) == (place["pool"], place["node"])]

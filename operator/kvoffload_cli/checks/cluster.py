@@ -3,8 +3,8 @@
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.facts import ClusterFacts, Part
 
-BY_VIEW = frozenset({Part.PODS, Part.DEPLOYMENTS, Part.DAEMONSETS})
-"""What Kubernetes' own ClusterRole `view` lets people read, where it is bound for the whole cluster."""
+OF_VIEWER = frozenset({Part.POOLS, Part.REGIONS})
+"""What the chart's ClusterRole for application owners lets people read; the one for `doctor` has all but the try."""
 
 
 def something_is_not_readable(facts: ClusterFacts) -> Found:
@@ -14,17 +14,18 @@ def something_is_not_readable(facts: ClusterFacts) -> Found:
     parts = ", ".join(part for part in Part if part in facts.unread)
     more = f"; {len(facts.unreadable) - 1} more with -o json" if len(facts.unreadable) > 1 else ""
     roles = []
-    if facts.unread & {Part.POOLS, Part.REGIONS}:
-        roles.append(f"{facts.viewer_role} for pools and regions")
-    if facts.unread & BY_VIEW:
-        roles.append("view, bound for the whole cluster, for pods, Deployments and DaemonSets")
-    if facts.unread - BY_VIEW - {Part.POOLS, Part.REGIONS}:
-        roles.append("cluster-admin for all")
+    missing = facts.unread - {Part.WEBHOOK_CALL}
+    if missing and missing <= OF_VIEWER:
+        roles.append(f"the ClusterRole {facts.viewer_role}")
+    elif missing:
+        roles.append(f"the ClusterRole and the Role {facts.viewer_role.replace('-viewer', '-doctor')}")
+    if Part.WEBHOOK_CALL in facts.unread:
+        roles.append("the right to create pods in the namespace default, to try the webhook")
     yield (
         Severity.WARNING,
         "access",
         f"not checked: {parts} ({facts.unreadable[0]}{more})",
-        f"where it is a lack of rights, ask for the ClusterRole {'; '.join(roles)}",
+        f"where it is a lack of rights, ask for {' and '.join(roles)}",
     )
 
 

@@ -18,6 +18,7 @@ from kvoffload_cli.checks.causes import (
     taken_bytes,
 )
 from kvoffload_cli.checks.finding import Found, Severity
+from kvoffload_cli.checks.nodes import misses_kubelet_folder
 from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, Part
 
 MANY_RESTARTS = 5
@@ -54,6 +55,9 @@ def node_is_short_of_pages(facts: ClusterFacts) -> Found:
             continue
         size, capacity = pool.spec.page_size, format_bytes(pool.spec.capacity)
         for node in facts.matching_nodes(pool):
+            pages = node.pages.get(size.value)
+            if pages and pages.allocatable_bytes < pool.spec.capacity <= pages.capacity_bytes:
+                continue  # not for want of pages: `kubelet_reserves_pages`
             if not is_short(pool, node):
                 continue
             allocatable, taken = allocatable_bytes(pool, node), taken_bytes(pool, node)
@@ -99,8 +103,9 @@ def daemon_does_not_run(facts: ClusterFacts) -> Found:
     """A pool's daemon pod is pending, failing or often restarted."""
     for pod in facts.daemons:
         subject = f"pod/{pod.namespace}/{pod.name}"
-        if not pod.is_ready and not daemon_is_explained(facts, pod):
-            message = f"{pod.phase} on node {pod.node or '(none)'}: {pod.waiting or 'not ready'}"
+        if not pod.is_ready and not misses_kubelet_folder(pod) and not daemon_is_explained(facts, pod):
+            why = ": ".join(filter(None, (pod.waiting, pod.mount_failure))) or "not ready"
+            message = f"{pod.phase} on node {pod.node or '(none)'}: {why}"
             yield Severity.ERROR, subject, message, f"kubectl -n {pod.namespace} describe pod {pod.name}"
         if pod.num_restarts >= MANY_RESTARTS:
             remedy = f"kubectl -n {pod.namespace} logs {pod.name} -c daemon --previous"
@@ -128,8 +133,8 @@ def region_does_not_serve(facts: ClusterFacts) -> Found:
         node_ready = find(region.status.conditions, "NodeReady")
         why = f"kubectl describe kvregion {region.name}"
         if (ready is None or ready.status != "True") and is_explained(facts, region):
-            continue
-        if ready is None:
+            pass
+        elif ready is None:
             if node_ready is not None and node_ready.status == "False":
                 yield Severity.ERROR, subject, f"{node_ready.reason}: {node_ready.message}", why
             else:
