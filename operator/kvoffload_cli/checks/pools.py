@@ -128,8 +128,8 @@ def region_does_not_serve(facts: ClusterFacts) -> Found:
         node_ready = find(region.status.conditions, "NodeReady")
         why = f"kubectl describe kvregion {region.name}"
         if (ready is None or ready.status != "True") and is_explained(facts, region):
-            continue
-        if ready is None:
+            pass
+        elif ready is None:
             if node_ready is not None and node_ready.status == "False":
                 yield Severity.ERROR, subject, f"{node_ready.reason}: {node_ready.message}", why
             else:

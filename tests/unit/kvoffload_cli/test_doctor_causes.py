@@ -84,6 +84,13 @@ def test_a_rollout_that_fails_is_an_error(updated: int) -> None:
     assert "ImagePullBackOff" in errors[0].message
 
 
+def test_what_works_worse_is_said_beside_what_is_explained() -> None:
+    status = says("Ready", "Draining")
+    status["conditions"].append(condition("Degraded", "True", "AttacherMissing", "words"))
+    found = findings_of(one_node(status, draining(), updated=0))
+    assert [(one.check, one.message) for one in found[1:]] == [("region_does_not_serve", "AttacherMissing: words")]
+
+
 def test_a_daemon_that_is_not_ready_for_long_is_an_error_once() -> None:
     (found,) = findings_of(one_node(says("Ready", "Starting"), daemon("llm", "gpu-1", ready=False)))
     assert (found.severity, found.check) == (Severity.ERROR, "daemon_does_not_run")
