@@ -20,7 +20,7 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 def command(kubeconfig: Kubeconfig = None, context: Context = None, output: Output = OutputFormat.TEXT) -> None:
     """Find what is wrong, with the remedy.
 
-    Check nodes, pages, webhook, certificates, CRDs, pools and pods; status 1 if anything is an error.
+    Check nodes, kubelets, pages, webhook, certificates, CRDs, pools and pods; status 1 if anything is an error.
     """
     facts = observe_cluster(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
     findings = run_checks(facts)

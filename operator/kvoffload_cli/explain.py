@@ -34,8 +34,10 @@ class Explanation:
 
 @app.command("pod", epilog="Example: kubectl kvoffload explain pod team-a/vllm-0")
 def pod_command(
-    name: Annotated[str, typer.Argument(help="NAMESPACE/NAME, or NAME with --namespace.")],
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the pod.")] = "default",
+    name: Annotated[str, typer.Argument(help="NAMESPACE/NAME, or NAME in --namespace.")],
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Namespace of the pod; default: the context's.")
+    ] = None,
     kubeconfig: Kubeconfig = None,
     context: Context = None,
     output: Output = OutputFormat.TEXT,
@@ -47,6 +49,7 @@ def pod_command(
     if "/" in name:
         namespace, _, name = name.partition("/")
     reader = ClusterReader(kubeconfig=kubeconfig, context=context)
+    namespace = namespace or reader.namespace
     facts = observe_pod(reader, namespace=namespace, name=name, now=datetime.now(UTC))
     explanations = explain_pod(facts, namespace=namespace, name=name)
     console = make_console()

@@ -12,7 +12,10 @@ from kvoffload.api.region import KVOffloadRegion, RegionEngine
 class NodePages:
     """Huge pages of one size on a node, in bytes, as its kubelet reports them."""
 
+    capacity_bytes: int
+    """What the kubelet found at its start."""
     allocatable_bytes: int
+    """What of it pods may have."""
     requested_bytes_by_pool: Mapping[str, int]
     """Requests of our daemons' pods on this node."""
     requested_bytes_by_others: int
@@ -26,6 +29,8 @@ class NodeFacts:
     labels: Mapping[str, str]
     pages: Mapping[str, NodePages]
     """By page size, `2Mi` and `1Gi`; a size the kubelet does not know is absent."""
+    not_ready: str
+    """Why the node is not ready, in its kubelet's words; empty where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class DaemonPod:
     num_restarts: int
     waiting: str
     """Why a container waits or the pod is not scheduled, empty if neither."""
+    mount_failure: str = ""
+    """The kubelet's last words about a volume that it cannot mount, empty where the pod is ready or there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ class CertificateFacts:
     """One X.509 certificate."""
 
     where: str
+    not_before: datetime
     not_after: datetime
 
 

@@ -27,7 +27,7 @@ class Denied(KVOffloadError):
 class Reader(Protocol):
     """What observing needs of a cluster. The fixture of the tests is one as well."""
 
-    def list_objects(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:
+    def list_objects(self, path: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
         """All objects of a collection; none where its kind does not exist. Raises Denied, ClusterUnavailable."""
 
     def get(self, path: str) -> dict[str, Any] | None:
@@ -46,13 +46,18 @@ class ClusterReader:
     def __init__(self, *, kubeconfig: str | None = None, context: str | None = None) -> None:
         try:
             self._client: client.ApiClient = config.new_client_from_config(config_file=kubeconfig, context=context)
+            contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
         except (ConfigException, yaml.YAMLError, OSError) as error:
             raise ClusterUnavailable(f"no usable kubeconfig ({error}); set KUBECONFIG, or give --kubeconfig") from error
+        used = next((one for one in contexts if one["name"] == context), current)
+        self.namespace: str = used["context"].get("namespace") or "default"
+        """Of the context, which is meant where the user names none."""
 
-    def list_objects(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:
+    def list_objects(self, path: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
         """All objects of a collection, page by page."""
         items: list[dict[str, Any]] = []
-        query = [("limit", str(PAGE_LENGTH))] + ([("labelSelector", labels)] if labels else [])
+        query = [("limit", str(PAGE_LENGTH))]
+        query += [(name, value) for name, value in (("labelSelector", labels), ("fieldSelector", fields)) if value]
         following = ""
         while True:
             answer = self._request(path, [*query, ("continue", following)] if following else query)

@@ -25,6 +25,7 @@ from kvoffload_cli.kube import Denied, Reader
 from kvoffload_cli.observe_release import (
     Manifest,
     certificate_facts,
+    certificate_secret_paths,
     crd_facts,
     has_condition,
     serving_certificate,
@@ -59,6 +60,8 @@ PROBE = {
 }
 """A pod that Pod Security `restricted` takes, for a pool that there is not: the webhook's answer is a skip reason."""
 FINISHED = ("Succeeded", "Failed")
+MOUNT_FAILED = "MountVolume."
+"""How a kubelet's event begins that names the volume; the others of its reason only say that it waited."""
 
 
 class Observation:
@@ -69,10 +72,10 @@ class Observation:
         self.unreadable: list[str] = []
         self.invalid: list[str] = []
 
-    def collection(self, path: str, *, labels: str = "") -> list[dict[str, Any]]:
+    def collection(self, path: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
         """A collection; empty, and noted, where RBAC forbids it."""
         try:
-            return self.reader.list_objects(path, labels=labels)
+            return self.reader.list_objects(path, labels=labels, fields=fields)
         except Denied as error:
             self.unreadable.append(str(error))
             return []
@@ -133,12 +136,9 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
     pools = seen.parse(seen.collection(POOLS), KVOffloadPool.from_manifest)
     regions = seen.parse(seen.collection(REGIONS), KVOffloadRegion.from_manifest)
     pods = seen.collection("/api/v1/pods")
-    workloads = [workload_facts(one) for one in seen.collection("/apis/apps/v1/deployments", labels=OURS)]
-    secrets = [
-        secret
-        for namespace in sorted({workload.namespace for workload in workloads})
-        for secret in seen.collection(f"/api/v1/namespaces/{namespace}/secrets", labels=OURS)
-    ]
+    deployments = seen.collection("/apis/apps/v1/deployments", labels=OURS)
+    workloads = [workload_facts(one) for one in deployments]
+    secrets = [found for path in certificate_secret_paths(deployments) if (found := seen.get(path)) is not None]
     serving = {where: one for where, one in map(serving_certificate, secrets) if one is not None}
     webhooks = [
         fact
@@ -152,7 +152,7 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
         nodes=tuple(node_facts(one, pods) for one in seen.collection("/api/v1/nodes")),
         pools=pools,
         regions=regions,
-        daemons=tuple(daemon_pod(pod) for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)),
+        daemons=observe_daemons(seen, pods),
         workloads=tuple(workloads),
         webhooks=tuple(webhooks),
         serving_certificates=tuple(certificate_facts(one, where=where) for where, one in serving.items()),
@@ -213,6 +213,7 @@ def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
             else:
                 by_others += requested
         pages[size.value] = NodePages(
+            capacity_bytes=parse_quantity(status["capacity"][size.resource_name]),
             allocatable_bytes=parse_quantity(status["allocatable"][size.resource_name]),
             requested_bytes_by_pool=by_pool,
             requested_bytes_by_others=by_others,
@@ -221,7 +222,18 @@ def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
         name=name,
         labels=labels_of(node),
         pages=pages,
+        not_ready=not_ready(status),
     )
+
+
+def not_ready(status: Manifest) -> str:
+    """Why a node is not ready, as its kubelet, or the controller that misses it, says; empty where it is."""
+    ready = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), None)
+    if ready is None:
+        return "it has not reported yet"
+    if ready["status"] == "True":
+        return ""
+    return ": ".join(filter(None, (ready.get("reason"), ready.get("message")))) or f"Ready is {ready['status']}"
 
 
 def requested_bytes(pod: Manifest, resource: str) -> int:
@@ -251,7 +263,27 @@ def opted_in_pod(pod: Manifest) -> OptedInPod:
     )
 
 
-def daemon_pod(pod: Manifest) -> DaemonPod:
+def observe_daemons(seen: Observation, pods: Iterable[Manifest]) -> tuple[DaemonPod, ...]:
+    """Our pods on the nodes; of those that are not ready, what their kubelets cannot mount, by their events."""
+    manifests = [pod for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)]
+    waiting = {
+        pod["metadata"]["namespace"]
+        for pod in manifests
+        if pod["spec"].get("nodeName") and not has_condition(pod.get("status", {}), "Ready")
+    }
+    failures = {
+        (namespace, event["involvedObject"]["name"]): event["message"]
+        for namespace in sorted(waiting)
+        for event in seen.collection(f"/api/v1/namespaces/{namespace}/events", fields="reason=FailedMount")
+        if event["involvedObject"].get("kind") == "Pod" and event.get("message", "").startswith(MOUNT_FAILED)
+    }
+    return tuple(
+        daemon_pod(pod, mount_failure=failures.get((pod["metadata"]["namespace"], pod["metadata"]["name"]), ""))
+        for pod in manifests
+    )
+
+
+def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
     """A pod of ours on a node."""
     status = pod.get("status", {})
     containers = status.get("containerStatuses", [])
@@ -277,6 +309,7 @@ def daemon_pod(pod: Manifest) -> DaemonPod:
         is_ready=has_condition(status, "Ready"),
         num_restarts=sum(container.get("restartCount", 0) for container in containers),
         waiting=unscheduled or ", ".join(waiting),
+        mount_failure="" if has_condition(status, "Ready") else mount_failure,
     )
 
 

@@ -8,9 +8,13 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from kvoffload.api import keys
+from kvoffload.api.schema import fields_only_in
 from kvoffload_cli.facts import CertificateFacts, CRDFacts, WebhookFacts
 
 Manifest = Mapping[str, Any]
+
+CERTIFICATE_VARIABLE = "KVOFFLOAD_CERTIFICATE_SECRET"
+"""Of operator and webhook, set by the chart whatever the certificates' mode."""
 
 
 def webhook_facts(configuration: Manifest, *, kind: str, serving: Sequence[x509.Certificate]) -> Iterable[WebhookFacts]:
@@ -28,6 +32,18 @@ def webhook_facts(configuration: Manifest, *, kind: str, serving: Sequence[x509.
             if serving
             else None,
         )
+
+
+def certificate_secret_paths(deployments: Iterable[Manifest]) -> list[str]:
+    """API paths of the Secrets that the webhook's Deployments serve from, whoever made them."""
+    names = {
+        (deployment["metadata"]["namespace"], variable["value"])
+        for deployment in deployments
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for variable in container.get("env", [])
+        if variable["name"] == CERTIFICATE_VARIABLE
+    }
+    return [f"/api/v1/namespaces/{namespace}/secrets/{name}" for namespace, name in sorted(names)]
 
 
 def serving_certificate(secret: Manifest) -> tuple[str, x509.Certificate | None]:
@@ -48,7 +64,9 @@ def load_certificates(base64_pem: str) -> list[x509.Certificate]:
 
 def certificate_facts(certificate: x509.Certificate, *, where: str) -> CertificateFacts:
     """What the checks ask of a certificate."""
-    return CertificateFacts(where=where, not_after=certificate.not_valid_after_utc)
+    return CertificateFacts(
+        where=where, not_before=certificate.not_valid_before_utc, not_after=certificate.not_valid_after_utc
+    )
 
 
 def is_authority(certificate: x509.Certificate) -> bool:
@@ -76,25 +94,12 @@ def crd_facts(expected: Manifest, installed: Manifest | None) -> CRDFacts:
     version = next(
         (one for one in (installed or {}).get("spec", {}).get("versions", []) if one["name"] == keys.VERSION), None
     )
-    wanted = field_paths(expected["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
-    found = field_paths(version["schema"]["openAPIV3Schema"]) if version else set()
     return CRDFacts(
         name=name,
         is_established=installed is not None and has_condition(installed.get("status", {}), "Established"),
         serves_version=bool(version and version.get("served")),
-        missing_fields=tuple(sorted(wanted - found)),
+        missing_fields=tuple(fields_only_in(expected, installed or {})),
     )
-
-
-def field_paths(schema: Manifest, prefix: str = "") -> set[str]:
-    """Dotted paths of all properties of a structural schema."""
-    paths: set[str] = set()
-    for name, child in schema.get("properties", {}).items():
-        paths.add(f"{prefix}{name}")
-        paths |= field_paths(child, f"{prefix}{name}.")
-    if isinstance(schema.get("items"), Mapping):
-        paths |= field_paths(schema["items"], f"{prefix.removesuffix('.')}[].")
-    return paths
 
 
 def has_condition(status: Manifest, kind: str) -> bool:

@@ -23,7 +23,7 @@ from kvoffload_operator import metrics
 from kvoffload_operator.kube import KubeClient
 from kvoffload_operator.operator import run_operator
 from kvoffload_operator.settings import CertificateMode, Settings
-from kvoffload_operator.webhook.certificates import CertificateWatch, FolderSource, SecretSource
+from kvoffload_operator.webhook.certificates import CertificateWatch, FolderSource, SecretSource, utc_now
 from kvoffload_operator.webhook.server import AdmissionServer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
     watch = CertificateWatch(source)
     serving = False
     metrics.begin_injections()
-    runners = [await serve_metrics(settings.metrics_port, is_ready=lambda: serving)]
+    runners = [
+        await serve_metrics(settings.metrics_port, is_ready=lambda: serving and not watch.has_expired(utc_now()))
+    ]
     follow: asyncio.Task[None] | None = None
     try:
         first = asyncio.create_task(watch.wait())

@@ -75,7 +75,12 @@ api_writes_total = Counter(
 is_leader = Gauge("kvoffload_operator_leader", "1 where this replica reconciles", registry=registry)
 certificate_expiry_timestamp_seconds = Gauge(
     "kvoffload_operator_certificate_expiry_timestamp_seconds",
-    "End of the serving certificate's validity",
+    "End of the validity of the certificate that this webhook serves; 0 where it serves none",
+    registry=registry,
+)
+certificate_validity_seconds = Gauge(
+    "kvoffload_operator_certificate_validity_seconds",
+    "How long that certificate is valid in all; 0 where it serves none",
     registry=registry,
 )
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 from kvoffload.api.keys import DAEMON_OF_LABEL, OPERATOR_FIELD_MANAGER, POOL_LABEL
 from kvoffload.api.pool import KVOffloadPoolStatus, Mode, PageSize
-from kvoffload.api.schema import build_crds
+from kvoffload.api.schema import build_crds, fields_only_in
 from kvoffload.errors import KVOffloadError
 from kvoffload_operator import metrics
 from kvoffload_operator.events import EventRecorder
@@ -163,15 +163,21 @@ class Operator:
                 await asyncio.sleep(START_RETRY_SECONDS)
 
     async def _apply_crds(self) -> None:
-        """Helm installs CRDs once and never upgrades them; the leader does, where it may."""
+        """Helm installs CRDs once and never upgrades them; the leader does, where it may, and never goes backwards."""
         if not self._settings.apply_crds:
             return
         for crd in build_crds().values():
+            name = crd["metadata"]["name"]
             try:
+                newer = fields_only_in(await self._kube.get(CRDS, name) or {}, crd)
+                if newer:
+                    # an older schema would take these fields out of every stored object; versions only add fields
+                    logger.warning("CRD %s stays as it is, it has fields of a newer version: %s", name, newer)
+                    continue
                 await self._kube.apply(CRDS, crd, field_manager=OPERATOR_FIELD_MANAGER)
             except ApiServerError as error:
                 # an older CRD still serves; the condition Degraded names the fields that it lacks
-                logger.warning("CRD %s not applied: %s", crd["metadata"]["name"], error)
+                logger.warning("CRD %s not applied: %s", name, error)
 
     # --- events -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import logging
 from datetime import datetime, timedelta
 
 from kvoffload.api.conditions import PoolReason
-from kvoffload_operator import metrics
 from kvoffload_operator.kube import DEPLOYMENTS, MUTATING_WEBHOOKS, VALIDATING_WEBHOOKS, KubeClient
 from kvoffload_operator.settings import CertificateMode, Settings
 from kvoffload_operator.status import InjectionHealth
@@ -51,7 +50,6 @@ async def look_after_webhook(
             lifetime=timedelta(days=settings.certificate_days),
             now=now,
         )
-        metrics.certificate_expiry_timestamp_seconds.set(plan.expires_at.timestamp())
         wait = min(wait, max(1.0, plan.recheck_after.total_seconds()))
     return await observe_injection(kube, settings), wait
 

@@ -31,7 +31,15 @@ from e2e.control_plane import (
     wait_until,
 )
 from e2e.operator_pools import condition, pool_manifest
-from e2e.webhook_replicas import DEEPSEEK, create, host_address, is_injected, publish
+from e2e.webhook_replicas import (
+    DEEPSEEK,
+    certificates_for_doctor,
+    create,
+    host_address,
+    is_injected,
+    publish,
+    read_metric,
+)
 from hack.cert_manager.program import cert_manager_crds, ensure_cert_manager
 from operator_builders import pod_manifest
 
@@ -72,6 +80,7 @@ class Webhook:
 
     process: subprocess.Popen[bytes]
     port: int
+    metrics_port: int
     tls: Path
 
     @property
@@ -150,7 +159,7 @@ def webhooks(plane: ControlPlane) -> Iterator[list[Webhook]]:
 
 def start(plane: ControlPlane, deployment: Object, services: list[Object]) -> Webhook:
     name, template = deployment["metadata"]["name"], deployment["spec"]["template"]
-    tls, port = plane.folder / f"{name}-tls", free_port()
+    tls, port, metrics_port = plane.folder / f"{name}-tls", free_port(), free_port()
     mount(plane, tls)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("KVOFFLOAD_")}
     environment |= {one["name"]: one["value"] for one in template["spec"]["containers"][0]["env"] if "value" in one}
@@ -158,7 +167,7 @@ def start(plane: ControlPlane, deployment: Object, services: list[Object]) -> We
         "KUBECONFIG": str(plane.write_kubeconfig(name, operator_token(plane, template["spec"]["serviceAccountName"]))),
         "KVOFFLOAD_POD_NAME": name,
         "KVOFFLOAD_WEBHOOK_PORT": str(port),
-        "KVOFFLOAD_METRICS_PORT": str(free_port()),
+        "KVOFFLOAD_METRICS_PORT": str(metrics_port),
         "KVOFFLOAD_CERTIFICATE_DIR": str(tls),
     }
     command = [sys.executable, "-m", "kvoffload_operator", "webhook"]
@@ -167,7 +176,7 @@ def start(plane: ControlPlane, deployment: Object, services: list[Object]) -> We
     for service in services:
         if service["spec"]["selector"].items() <= template["metadata"]["labels"].items():
             publish(plane, service["metadata"]["name"], **{name: port})
-    return Webhook(process, port, tls)
+    return Webhook(process, port, metrics_port, tls)
 
 
 def bundles(plane: ControlPlane) -> set[bytes]:
@@ -196,6 +205,11 @@ def test_our_webhook_serves_it_pods_are_injected_and_pools_checked(
     wait_until(lambda: all(is_serving(one) for one in webhooks), "the webhooks to serve", seconds=60)
     issued = x509.load_pem_x509_certificate(secret_of(plane)["tls.crt"])
     assert {one.served.serial_number for one in webhooks} == {issued.serial_number}
+    end = issued.not_valid_after_utc
+    expiry = "kvoffload_operator_certificate_expiry_timestamp_seconds"
+    assert {read_metric(one.metrics_port, expiry) for one in webhooks} == {end.timestamp()}
+    secret = certificate(plane)["spec"]["secretName"]
+    assert certificates_for_doctor(plane) == {f"secret {NAMESPACE}/{secret}": end}
     with running_operator(plane, certificate_mode="cert-manager"):
         plane.apply(pool_manifest("main", nodeSelector={"nowhere": "yes"}))
         wait_until(lambda: is_injected(create(plane, pod_manifest(command=DEEPSEEK))), "a pod to be injected")

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from e2e.control_plane import ControlPlane, render_chart, running_control_plane
+from e2e.operator_pools import pool_manifest
 from fixtures.cli.cluster import SYSTEM, FixtureReader, Object, ailing
 from kvoffload.api.schema import build_crds
 from kvoffload_cli.checks import CHECKS, run_checks
@@ -29,6 +30,7 @@ KINDS = {
     POOLS: ("kvoffload.io/v1alpha1", "KVOffloadPool"),
     REGIONS: ("kvoffload.io/v1alpha1", "KVOffloadRegion"),
     "/api/v1/pods": ("v1", "Pod"),
+    f"/api/v1/namespaces/{SYSTEM}/events": ("v1", "Event"),
     "/apis/apps/v1/deployments": ("apps/v1", "Deployment"),
     f"/api/v1/namespaces/{SYSTEM}/secrets": ("v1", "Secret"),
     f"{ADMISSION}/mutatingwebhookconfigurations": (
@@ -40,6 +42,11 @@ NOT_PROVOKED = {"kubernetes_is_too_old"}
 """The API server here is a new one."""
 OF_THE_SERVER = {"cluster", "crd/kvoffloadregions.kvoffload.io"}
 """The fixture is an old server without the regions' CRD; here they must be there to hold the regions."""
+
+
+COMPONENT = "app.kubernetes.io/component"
+PEOPLE = ("viewer", "editor", "doctor")
+"""Components of the chart whose roles are for people."""
 
 
 def older_crds() -> list[Object]:
@@ -67,9 +74,10 @@ def complete(one: Object, api_version: str, kind: str) -> Object:
                 container["resources"]["requests"]["memory"] = "64Mi"
     elif kind == "Deployment":
         labels = manifest["metadata"]["labels"]
-        container = {"name": "main", "image": "none"}
         spec |= {"selector": {"matchLabels": labels}}
-        spec |= {"template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}}}
+        spec["template"]["metadata"] = {"labels": labels}
+        for container in spec["template"]["spec"]["containers"]:
+            container["image"] = "none"
     elif kind == "MutatingWebhookConfiguration":
         for webhook in manifest["webhooks"]:
             webhook |= {"admissionReviewVersions": ["v1"], "sideEffects": "None"}
@@ -85,7 +93,8 @@ def complete_status(kind: str, status: Object) -> Object:
             state.setdefault("startedAt", "2026-11-29T16:00:00Z") if "reason" not in state else None
     if kind == "Node":
         for condition in status["conditions"]:
-            condition |= {"reason": "Test", "message": ""}
+            condition.setdefault("reason", "Test")
+            condition.setdefault("message", "")
     return status
 
 
@@ -155,15 +164,73 @@ def test_a_user_who_may_read_little_is_told_what_was_not_checked(
     assert any("/api/v1/nodes is not allowed (403)" in sentence for sentence in document["notChecked"])
 
 
+@pytest.fixture(scope="module")
+def roles(ailing_server: tuple[ControlPlane, dict[str, Any]]) -> None:
+    """The chart's roles for people."""
+    plane, _ = ailing_server
+    plane.apply(*(one for one in render_chart() if one["metadata"].get("labels", {}).get(COMPONENT) in PEOPLE))
+
+
+def test_the_doctor_roles_are_what_doctor_and_top_need_and_change_nothing(
+    ailing_server: tuple[ControlPlane, dict[str, Any]], roles: None
+) -> None:
+    """The one thing that is not read is tried: a pod is created in a dry run, which is a right to create pods."""
+    plane, _ = ailing_server
+    plane.kubectl("create", "serviceaccount", "doctor")
+    for kind, where in (("clusterrole", []), ("role", ["-n", SYSTEM])):
+        binding = [f"{kind}binding", "doctor", f"--{kind}=kvoffload-doctor", "--serviceaccount=default:doctor", *where]
+        plane.kubectl("create", *binding)
+    _, by_admin = run_doctor(plane.kubeconfig)
+    _, document = run_doctor(plane.write_kubeconfig("doctor", plane.kubectl("create", "token", "doctor").strip()))
+    (sentence,) = document["notChecked"]
+    assert "a dry run of creating in /api/v1/namespaces/default/pods is not allowed (403)" in sentence
+    assert document["checked"] == by_admin["checked"]
+    assert document["findings"] == [one for one in by_admin["findings"] if one["check"] != "webhook_is_not_asked"]
+    assert can(plane, "doctor", "get", "pods/proxy", "-n", SYSTEM), "top reads the daemons' metrics"
+    for verb in ("create", "update", "patch", "delete"):
+        for kind in ("kvpool", "kvregion", "pods", "nodes", "deployments", "secrets", "events"):
+            assert not can(plane, "doctor", verb, kind, "-n", SYSTEM), f"{verb} {kind}"
+    assert not can(plane, "doctor", "get", "secrets", "-n", SYSTEM), "any but the webhook's"
+
+
+def test_the_editor_role_makes_pools_and_only_reads_regions(
+    ailing_server: tuple[ControlPlane, dict[str, Any]], roles: None
+) -> None:
+    plane, _ = ailing_server
+    plane.kubectl("create", "serviceaccount", "editor")
+    plane.kubectl(
+        "create", "clusterrolebinding", "e", "--clusterrole=kvoffload-editor", "--serviceaccount=default:editor"
+    )
+    token = plane.kubectl("create", "token", "editor").strip()
+    manifest = pool_manifest("edited", nodeSelector={"nowhere": "yes"})
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(manifest), token=token)
+    plane.kubectl("patch", "kvpool", "edited", "--type=merge", "-p", '{"spec":{"mode":"Paused"}}', token=token)
+    assert plane.get("kvpool", "edited")["spec"]["mode"] == "Paused"
+    plane.kubectl("delete", "kvpool", "edited", token=token)
+    assert "llm.gpu-1" in plane.kubectl("get", "kvregion", token=token)
+    assert not can(plane, "editor", "patch", "kvregion")
+    assert not can(plane, "editor", "patch", "kvpool", "--subresource=status")
+
+
+def can(plane: ControlPlane, account: str, *what: str) -> bool:
+    """Whether a service account of the namespace `default` may do that."""
+    who = f"--as=system:serviceaccount:default:{account}"
+    return plane.kubectl("auth", "can-i", *what, who, check=False).split()[0] == "yes"
+
+
 def test_an_application_owner_may_ask_why_with_rights_in_the_namespace_and_the_viewer_role(
-    ailing_server: tuple[ControlPlane, dict[str, Any]],
+    ailing_server: tuple[ControlPlane, dict[str, Any]], roles: None
 ) -> None:
     plane, _ = ailing_server
     plane.kubectl("create", "serviceaccount", "owner", "-n", "team-b")
     plane.kubectl(
         "create", "rolebinding", "owner", "-n", "team-b", "--clusterrole=view", "--serviceaccount=team-b:owner"
     )
-    kubeconfig = plane.write_kubeconfig("owner", plane.kubectl("create", "token", "owner", "-n", "team-b").strip())
+    token = plane.kubectl("create", "token", "owner", "-n", "team-b").strip()
+    kubeconfig = plane.write_kubeconfig("owner", token)
+    content = yaml.safe_load(kubeconfig.read_text())
+    content["contexts"][0]["context"]["namespace"] = "team-b"
+    kubeconfig.write_text(yaml.safe_dump(content))
 
     def explain() -> dict[str, list[str]]:
         command = [
@@ -174,7 +241,7 @@ def test_an_application_owner_may_ask_why_with_rights_in_the_namespace_and_the_v
             "kvoffload_cli",
             "explain",
             "pod",
-            "team-b/vllm-b",
+            "vllm-b",  # of the context's namespace
             "-o",
             "json",
         ]
@@ -187,8 +254,6 @@ def test_an_application_owner_may_ask_why_with_rights_in_the_namespace_and_the_v
     assert alone["injected"][0].startswith("yes")
     assert "attached" not in alone
     assert "kvoffload-viewer" in alone["not read"][-1]
-    (viewer,) = (one for one in render_chart() if one["metadata"]["name"] == "kvoffload-viewer")
-    plane.apply(viewer)
     plane.kubectl(
         "create", "clusterrolebinding", "v", "--clusterrole=kvoffload-viewer", "--serviceaccount=team-b:owner"
     )

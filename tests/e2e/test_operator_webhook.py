@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,11 +36,13 @@ from e2e.webhook_load import Load, create_many, measure_p99, wait_for_more
 from e2e.webhook_replicas import (
     DEEPSEEK,
     Replica,
+    certificates_for_doctor,
     create,
     host_address,
     is_injected,
     is_serving,
     publish,
+    read_metric,
     served_serial,
     start_replica,
 )
@@ -345,6 +348,60 @@ def test_losing_either_replica_and_rotating_certificates_under_load_loses_no_inj
     assert (load.num_missed, load.num_failed) == (0, 0)
     assert load.num_injected >= 3000
     assert load.num_by_second >= 3 * 20, "while the first one was away"
+
+
+EXPIRY, VALIDITY = (f"kvoffload_operator_certificate_{what}_seconds" for what in ("expiry_timestamp", "validity"))
+
+
+def test_the_served_certificate_is_watched_by_metric_and_by_doctor(
+    control_plane: ControlPlane, replicas: list[Replica]
+) -> None:
+    ((where, end),) = certificates_for_doctor(control_plane).items()
+    assert where == f"secret {NAMESPACE}/{SECRET}"
+    for replica in replicas:
+        wait_until(lambda replica=replica: read_metric(replica.metrics_port, EXPIRY) == end.timestamp(), "its end")  # type: ignore[misc]
+        assert read_metric(replica.metrics_port, VALIDITY) == pytest.approx(90 * 86400, abs=600)
+
+
+def test_a_given_certificate_is_watched_and_its_end_takes_the_replica_out(
+    control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    def give(lifetime: timedelta) -> float:
+        """The Secret as the kubelet mounts it; returns when it ends."""
+        now = datetime.now(UTC)
+        for name, value in make_certificate(("x.svc",), now=now, lifetime=lifetime).items():
+            (tmp_path / f".{name}").write_bytes(value)
+            (tmp_path / f".{name}").rename(tmp_path / name)
+        return (now + lifetime).timestamp()
+
+    def is_ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{replica.metrics_port}/readyz", timeout=10):
+                return True
+        except OSError:
+            return False
+
+    ends = give(timedelta(seconds=20))
+    replica = start_replica(
+        control_plane,
+        "kvoffload-webhook-given",
+        port=free_port(),
+        metrics_port=free_port(),
+        certificate_mode="provided",
+        certificate_dir=str(tmp_path),
+    )
+    try:
+        wait_until(is_ready, "the replica to be ready")
+        assert read_metric(replica.metrics_port, EXPIRY) == int(ends)
+        wait_until(lambda: not is_ready(), "the certificate's end")
+        assert time.time() >= int(ends)
+        log = control_plane.folder / "kvoffload-webhook-given.log"
+        wait_until(lambda: "no pod is injected until its issuer renews it" in log.read_text(), "the log to say so")
+        give(timedelta(days=1))
+        wait_until(is_ready, "the replica to be ready with a new one")
+    finally:
+        replica.process.terminate()
+        replica.process.wait(20)
 
 
 @pytest.fixture

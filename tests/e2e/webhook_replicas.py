@@ -6,12 +6,17 @@ import socket
 import ssl
 import subprocess
 import urllib.request
+import warnings
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from cryptography import x509
+from urllib3.exceptions import InsecureRequestWarning
 
 from e2e.control_plane import NAMESPACE, ControlPlane, operator_token, start_process
+from kvoffload_cli.kube import ClusterReader
+from kvoffload_cli.observe import observe_cluster
 
 DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
 
@@ -27,10 +32,24 @@ class Replica:
 
     def num_calls(self) -> int:
         """Pods that the API server asked it about."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        name = 'kvoffload_operator_admission_duration_seconds_count{webhook="mutate-pods"} '
-        return int(float(next(line for line in lines if line.startswith(name)).removeprefix(name)))
+        return int(
+            read_metric(self.metrics_port, 'kvoffload_operator_admission_duration_seconds_count{webhook="mutate-pods"}')
+        )
+
+
+def read_metric(port: int, name: str) -> float:
+    """One sample of a process of ours, by its name with the labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).removeprefix(name))
+
+
+def certificates_for_doctor(plane: ControlPlane) -> dict[str, datetime]:
+    """The serving certificates that doctor judges: where they are, and when they end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InsecureRequestWarning)  # the kubeconfig verifies nothing
+        facts = observe_cluster(ClusterReader(kubeconfig=str(plane.kubeconfig)), now=datetime.now(UTC))
+    return {one.where: one.not_after for one in facts.serving_certificates}
 
 
 def host_address() -> str:
@@ -40,11 +59,11 @@ def host_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def start_replica(plane: ControlPlane, name: str, *, port: int, metrics_port: int) -> Replica:
+def start_replica(plane: ControlPlane, name: str, *, port: int, metrics_port: int, **settings: str) -> Replica:
     kubeconfig = plane.write_kubeconfig(name, operator_token(plane, "kvoffload-webhook"))
-    ports = {"webhook_port": str(port), "metrics_port": str(metrics_port)}
+    settings |= {"webhook_port": str(port), "metrics_port": str(metrics_port)}
     log = plane.folder / f"{name}.log"
-    process = start_process(plane, "webhook", name, kubeconfig=kubeconfig, log=log, **ports)
+    process = start_process(plane, "webhook", name, kubeconfig=kubeconfig, log=log, **settings)
     return Replica(process, name, port, metrics_port)
 
 

@@ -94,6 +94,7 @@ class PoolReason(StrEnum):
     REGIONS_DEGRADED = "RegionsDegraded"
     OVERLAPS_ANOTHER_POOL = "OverlapsAnotherPool"
     CRD_OUTDATED = "CRDOutdated"
+    CRD_NEWER = "CRDNewer"
     ROLLOUT_IN_PROGRESS = "RolloutInProgress"
     FALLBACK_IN_USE = "FallbackInUse"
     DAEMONSET_NAME_TAKEN = "DaemonSetNameTaken"

@@ -66,6 +66,8 @@ PLUGIN_NAME = "kvoffload"
 # Field managers of server-side apply.
 OPERATOR_FIELD_MANAGER = "kvoffload-operator"
 NODE_FIELD_MANAGER = "kvoffload-node"
+APPLY_CRDS_COMMAND = "kubectl apply --server-side --force-conflicts -f crds/"
+"""What brings the CRDs to the version of a clone: by force, since helm or the operator's leader wrote them before."""
 
 
 class SkipReason(StrEnum):

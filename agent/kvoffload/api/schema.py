@@ -7,6 +7,7 @@ titles go, and what the models carry as `x-kubernetes-*` stays.
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,27 @@ def build_crds() -> dict[str, Schema]:
             rules=[],
         ),
     }
+
+
+def fields_only_in(crd: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Dotted paths of the fields that `crd` has in our API version and `other` has not, sorted."""
+    return sorted(_fields_of(crd) - _fields_of(other))
+
+
+def _fields_of(crd: Mapping[str, Any]) -> set[str]:
+    ours = [one for one in crd.get("spec", {}).get("versions", []) if one["name"] == VERSION]
+    return {path for one in ours for path in field_paths(one["schema"]["openAPIV3Schema"])}
+
+
+def field_paths(schema: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """Dotted paths of all properties of a structural schema."""
+    paths: set[str] = set()
+    for name, child in schema.get("properties", {}).items():
+        paths.add(f"{prefix}{name}")
+        paths |= field_paths(child, f"{prefix}{name}.")
+    if isinstance(schema.get("items"), Mapping):
+        paths |= field_paths(schema["items"], f"{prefix.removesuffix('.')}[].")
+    return paths
 
 
 def render(crd: Schema) -> str:

@@ -6,6 +6,12 @@ The order of `CHECKS` is the order in which things depend on each other: the fir
 from collections.abc import Iterable
 
 from kvoffload_cli.checks.finding import Check, Finding, Severity
+from kvoffload_cli.checks.nodes import (
+    kubelet_counts_missing_pages,
+    kubelet_reserves_pages,
+    kubelet_root_dir_is_wrong,
+    node_is_not_ready,
+)
 from kvoffload_cli.checks.pods import (
     engine_declined_offload,
     layout_differs_from_prediction,
@@ -41,10 +47,14 @@ CHECKS: tuple[Check, ...] = (
     webhook_is_not_trusted,
     webhook_is_not_asked,
     certificate_expires,
+    node_is_not_ready,
     pool_matches_no_node,
     pools_overlap,
+    kubelet_reserves_pages,
     node_is_short_of_pages,
+    kubelet_root_dir_is_wrong,
     daemon_does_not_run,
+    kubelet_counts_missing_pages,
     region_does_not_serve,
     pool_is_not_ready,
     pod_is_not_injected,

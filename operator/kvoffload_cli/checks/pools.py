@@ -4,6 +4,7 @@ from kvoffload.api.conditions import find
 from kvoffload.api.pool import Fallback, Mode, PageSize
 from kvoffload.units import format_bytes
 from kvoffload_cli.checks.finding import Found, Severity
+from kvoffload_cli.checks.nodes import misses_kubelet_folder
 from kvoffload_cli.facts import ClusterFacts, NodePages
 
 MANY_RESTARTS = 5
@@ -43,6 +44,8 @@ def node_is_short_of_pages(facts: ClusterFacts) -> Found:
             pages = node.pages.get(size.value)
             allocatable = pages.allocatable_bytes if pages else 0
             subject = f"node/{node.name}"
+            if pages and allocatable < pool.spec.capacity <= pages.capacity_bytes:
+                continue  # not for want of pages: `kubelet_reserves_pages`
             if allocatable < pool.spec.capacity:
                 found = f"allocatable {size.resource_name} is {format_bytes(allocatable)}"
                 message = f"{found}, pool {pool.name} needs {format_bytes(pool.spec.capacity)}"
@@ -74,8 +77,9 @@ def daemon_does_not_run(facts: ClusterFacts) -> Found:
     """A pool's daemon pod is pending, failing or often restarted."""
     for pod in facts.daemons:
         subject = f"pod/{pod.namespace}/{pod.name}"
-        if not pod.is_ready:
-            message = f"{pod.phase} on node {pod.node or '(none)'}: {pod.waiting or 'not ready'}"
+        if not pod.is_ready and not misses_kubelet_folder(pod):
+            why = ": ".join(filter(None, (pod.waiting, pod.mount_failure))) or "not ready"
+            message = f"{pod.phase} on node {pod.node or '(none)'}: {why}"
             yield Severity.ERROR, subject, message, f"kubectl -n {pod.namespace} describe pod {pod.name}"
         if pod.num_restarts >= MANY_RESTARTS:
             remedy = f"kubectl -n {pod.namespace} logs {pod.name} -c daemon --previous"

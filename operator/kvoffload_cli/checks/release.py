@@ -1,13 +1,15 @@
 """Checks of the cluster and of what the chart installs. Pure."""
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 
+from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import ClusterFacts
+from kvoffload_cli.facts import CertificateFacts, ClusterFacts
 
 OLDEST_KUBERNETES = (1, 32)
 """Bound service-account tokens name their node since 1.32; the admission policy of the regions needs that."""
 CERTIFICATE_WARNING = timedelta(days=14)
+"""Less for a certificate of less than 56 days: a quarter of its validity."""
 
 
 def kubernetes_is_too_old(facts: ClusterFacts) -> Found:
@@ -20,7 +22,7 @@ def kubernetes_is_too_old(facts: ClusterFacts) -> Found:
 def crd_is_missing_or_outdated(facts: ClusterFacts) -> Found:
     """A CRD is not there, not served, or older than this program."""
     for crd in facts.crds:
-        remedy = "kubectl apply --server-side -f crds/ (helm installs CRDs, and never upgrades them)"
+        remedy = f"{APPLY_CRDS_COMMAND} (helm installs CRDs, and never upgrades them)"
         if not crd.serves_version:
             yield Severity.ERROR, f"crd/{crd.name}", "not installed, or does not serve v1alpha1", remedy
         elif not crd.is_established:
@@ -95,18 +97,19 @@ def webhook_is_not_asked(facts: ClusterFacts) -> Found:
 
 
 def certificate_expires(facts: ClusterFacts) -> Found:
-    """A certificate is past its time, or nearly."""
+    """A certificate is past its time, or nearly, and was not renewed when a third of it was left."""
     authorities = [one for webhook in facts.webhooks for one in webhook.authorities]
-    newest: dict[str, datetime] = {}
+    newest: dict[str, CertificateFacts] = {}
     for one in (*facts.serving_certificates, *authorities):
-        newest[one.where] = max(one.not_after, newest.get(one.where, one.not_after))
-    for where, not_after in sorted(newest.items()):
-        if not_after > facts.now + CERTIFICATE_WARNING:
+        newest[one.where] = max(one, newest.get(one.where, one), key=lambda each: each.not_after)
+    for where, one in sorted(newest.items()):
+        left = one.not_after - facts.now
+        if left > min(CERTIFICATE_WARNING, (one.not_after - one.not_before) / 4):
             continue
-        expired = not_after <= facts.now
+        expired = left <= timedelta()
         yield (
             Severity.ERROR if expired else Severity.WARNING,
             where,
-            f"{'expired' if expired else 'expires'} {not_after:%Y-%m-%d %H:%M} UTC",
+            f"{'expired' if expired else 'expires'} {one.not_after:%Y-%m-%d %H:%M} UTC",
             "restart the operator, which renews its own; a given or cert-manager certificate is renewed by its issuer",
         )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffload.api.conditions import PoolReason
+from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.api.pool import Fallback, KVOffloadPoolSpec
 from kvoffload.units import format_bytes
 from kvoffload_operator.observe import ObservedNode, ObservedPool, node_matches
@@ -91,5 +92,18 @@ def crd_is_outdated(pool: ObservedPool) -> PoolViolation | None:
     return PoolViolation(
         PoolReason.CRD_OUTDATED,
         f"the installed CRD lacks spec fields {', '.join(missing)}: their defaults are in force and cannot be changed. "
-        "Apply the chart's crds/ folder with `kubectl apply --server-side -f`",
+        f"In a clone of this version: `{APPLY_CRDS_COMMAND}`",
+    )
+
+
+def crd_is_newer(pool: ObservedPool) -> PoolViolation | None:
+    """The API server stored fields that this operator does not know: its CRD is newer, as after a rollback."""
+    known = {info.alias or name for name, info in KVOffloadPoolSpec.model_fields.items()}
+    unknown = sorted(pool.spec_fields - known)
+    if not unknown:
+        return None
+    return PoolViolation(
+        PoolReason.CRD_NEWER,
+        f"the installed CRD is newer than this operator, which ignores spec fields {', '.join(unknown)}: upgrade the "
+        "operator, or leave them at their defaults",
     )

@@ -33,6 +33,7 @@ from kvoffload_operator.observe import (
 from kvoffload_operator.policies.node import NodeFacts, NodeState
 from kvoffload_operator.policies.pool import (
     PoolViolation,
+    crd_is_newer,
     crd_is_outdated,
     daemonset_name_is_taken,
     exceeds_every_node,
@@ -114,6 +115,7 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
         violation
         for violation in (
             crd_is_outdated(observed),
+            crd_is_newer(observed),
             overlaps_another(observed, facts.pools, matching),
         )
         if violation is not None

@@ -28,6 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvoffload.api.keys import OPERATOR_FIELD_MANAGER
 from kvoffload.errors import KVOffloadError
+from kvoffload_operator import metrics
 from kvoffload_operator.kube import SECRETS, KubeClient, Resource
 
 logger = logging.getLogger(__name__)
@@ -280,7 +281,11 @@ class CertificateWatch:
     def __init__(self, source: CertificateSource) -> None:
         self._source = source
         self._loaded: tuple[bytes, bytes] | None = None
-        self.expires_at: datetime | None = None
+        self._expires_at: datetime | None = None
+
+    def has_expired(self, now: datetime) -> bool:
+        """Whether what is served has come to its end: the API server then calls nobody with it."""
+        return self._expires_at is not None and now >= self._expires_at
 
     async def wait(self) -> ssl.SSLContext:
         """Wait for the first pair."""
@@ -292,9 +297,13 @@ class CertificateWatch:
 
     async def follow(self, context: ssl.SSLContext) -> None:
         """Reload in place whenever the source changes; runs until cancelled."""
+        said: datetime | None = None
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             await self.refresh(context)
+            if self.has_expired(utc_now()) and said != self._expires_at:
+                said = self._expires_at
+                logger.error("the serving certificate ended at %s: no pod is injected until its issuer renews it", said)
 
     async def refresh(self, context: ssl.SSLContext | None) -> ssl.SSLContext | None:
         """Load what the source holds now if it is new; a bad or unreachable source keeps what is served."""
@@ -303,12 +312,14 @@ class CertificateWatch:
             if pair is None or pair == self._loaded:
                 return context
             context = load_context(*pair, context)
-            self.expires_at = _validity(pair[0])[1]
+            begins, self._expires_at = _validity(pair[0])
         except (KVOffloadError, ValueError, OSError) as error:
             logger.warning("serving certificate not read, the present one stays: %s", error)
             return context
         self._loaded = pair
-        logger.info("serving a certificate that is valid until %s", self.expires_at)
+        metrics.certificate_expiry_timestamp_seconds.set(self._expires_at.timestamp())
+        metrics.certificate_validity_seconds.set((self._expires_at - begins).total_seconds())
+        logger.info("serving a certificate that is valid until %s", self._expires_at)
         return context
 
 

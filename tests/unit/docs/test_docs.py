@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from hack.docs import dashboard, reference
 from hack.docs.panels import PANELS, dashboard_queries
 from kvoffload.api.conditions import PoolReason, RegionReason
+from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.api.pool import NodeCounts
 from kvoffload.api.region import LEFT_ALONE
 from kvoffload.errors import RefusalReason
@@ -153,6 +154,12 @@ def test_series_of_the_rules_tests_are_such_as_the_code_emits() -> None:
 def test_every_degradation_of_the_runbook_is_ours() -> None:
     section = (DOCS / "runbook.md").read_text().partition("## KVOffloadPoolDegraded")[2].partition("\n## ")[0]
     assert set(re.findall(r"`([A-Z][A-Za-z]+)`:", section)) <= {*PoolReason, *RegionReason}
+
+
+@pytest.mark.parametrize("page", ["upgrade.md", "reference/conditions.md"])
+def test_crds_are_upgraded_by_the_command_that_operator_and_doctor_print(page: str) -> None:
+    """`tests/e2e/test_crd_versions.py` runs it."""
+    assert APPLY_CRDS_COMMAND in (DOCS / page).read_text()
 
 
 def test_refusal_reasons_of_the_runbook_are_ours() -> None:

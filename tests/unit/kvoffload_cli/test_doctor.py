@@ -12,20 +12,27 @@ from fixtures.cli.cluster import (
     Authority,
     FixtureReader,
     ailing,
+    daemon,
     deployment,
     healthy,
+    mount_failure,
     node,
     pod,
     pool,
     secret,
 )
 from fixtures.cli.cluster import webhook_configuration as configuration
+from kvoffload.api.pool import KVOffloadPoolSpec
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
+from kvoffload_cli.checks.nodes import KUBELET_PODS_VOLUME
 from kvoffload_cli.facts import ClusterFacts
 from kvoffload_cli.observe import ADMISSION, POOLS, PROBE_PATH, REGIONS, observe_cluster
+from kvoffload_operator.resources.daemonset import build_daemonset
+from operator_builders import daemonset_options
 
 Objects = dict[str, object]
+OPTIONS = daemonset_options()
 
 
 def findings_of(objects: Objects) -> list[Finding]:
@@ -67,7 +74,7 @@ def test_an_empty_cluster_is_told_to_install() -> None:
 
 
 def test_what_rbac_forbids_is_said_and_not_taken_for_a_fault(golden: Callable[[str, str], None]) -> None:
-    denied = (f"/api/v1/namespaces/{SYSTEM}/secrets", "/api/v1/nodes")
+    denied = (f"/api/v1/namespaces/{SYSTEM}/secrets/kvoffload-webhook-tls", "/api/v1/nodes")
     facts = observe_cluster(FixtureReader(healthy(), denied=denied), now=NOW)
     assert run_checks(facts) == []
     assert len(facts.unreadable) == 2
@@ -75,11 +82,20 @@ def test_what_rbac_forbids_is_said_and_not_taken_for_a_fault(golden: Callable[[s
 
 
 @pytest.mark.parametrize(
-    ("days", "severity", "word"), [(-1, Severity.ERROR, "expired"), (13, Severity.WARNING, "expires"), (15, None, "")]
+    ("days", "age_days", "severity", "word"),
+    [
+        (-1, 300, Severity.ERROR, "expired"),
+        (13, 300, Severity.WARNING, "expires"),
+        (15, 300, None, ""),
+        (2.1, 3.9, None, ""),
+        (1.4, 4.6, Severity.WARNING, "expires"),
+    ],
 )
-def test_certificate_is_reported_two_weeks_ahead(days: int, severity: Severity | None, word: str) -> None:
+def test_certificate_is_reported_two_weeks_ahead_and_a_short_one_in_its_last_quarter(
+    days: float, age_days: float, severity: Severity | None, word: str
+) -> None:
     objects, authority = healthy(), Authority()
-    objects[f"/api/v1/namespaces/{SYSTEM}/secrets"] = [secret(authority.serving(days=days))]
+    objects[f"/api/v1/namespaces/{SYSTEM}/secrets"] = [secret(authority.serving(days=days, age_days=age_days))]
     objects[f"{ADMISSION}/mutatingwebhookconfigurations"] = [configuration(authority.bundle)]
     found = findings_of(objects)
     assert [finding.severity for finding in found] == ([severity] if severity else [])
@@ -129,6 +145,29 @@ def test_any_layout_but_the_predicted_one_is_told(confirmed: str) -> None:
     (found,) = findings_of(objects)
     assert found.check == "layout_differs_from_prediction"
     assert f"confirmed {confirmed}" in found.message
+
+
+def test_a_volume_other_than_the_kubelet_s_folder_is_said_with_the_pod() -> None:
+    objects = healthy()
+    message = 'MountVolume.SetUp failed for volume "hugepages" : hostPath type check failed: /dev/hugepages is not'
+    objects["/api/v1/pods"] = [daemon("llm", "gpu-1", ready=False, waiting="ContainerCreating")]
+    objects[f"/api/v1/namespaces/{SYSTEM}/events"] = [mount_failure("kvoffload-llm-gpu-1", message)]
+    (found,) = findings_of(objects)
+    assert found.check == "daemon_does_not_run"
+    assert message in found.message
+
+
+def test_the_kubelet_s_folder_is_the_daemons_volume_of_that_name() -> None:
+    spec = KVOffloadPoolSpec.model_validate({"capacity": "64Mi"})
+    template = build_daemonset("llm", spec, capacity_bytes=spec.capacity, options=OPTIONS)["spec"]["template"]
+    volumes = {one["name"]: one for one in template["spec"]["volumes"]}
+    assert volumes[KUBELET_PODS_VOLUME]["hostPath"]["path"] == f"{OPTIONS.kubelet_root_dir}/pods"
+
+
+def test_a_node_that_no_pool_matches_may_be_away() -> None:
+    objects = healthy()
+    objects["/api/v1/nodes"] = [node("gpu-1"), node("gpu-2"), node("cpu", labels={}, status="False", message="why")]
+    assert findings_of(objects) == []
 
 
 def test_two_pools_that_fit_together_are_fine() -> None:

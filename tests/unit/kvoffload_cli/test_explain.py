@@ -1,6 +1,8 @@
 """`kubectl kvoffload explain pod`."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -9,6 +11,7 @@ from fixtures.cli.cluster import NOW, FixtureReader, ailing, engine, healthy, po
 from kvoffload.api.keys import SkipReason
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.explain import as_document, explain_pod, render
+from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import POOLS, REGIONS, observe_pod
 from kvoffload_cli.remedies import SKIP_REMEDIES
 
@@ -34,6 +37,23 @@ def test_answers_are_the_golden_ones(cluster: str, name: str, golden: Callable[[
     with console.capture() as capture:
         render(console, explain_pod(facts, namespace=namespace, name=pod_name))
     golden(f"explain-{cluster}-{pod_name}.txt", capture.get())
+
+
+@pytest.mark.parametrize(
+    ("context", "namespace"), [(None, "team-a"), ("first", "team-a"), ("second", "team-b"), ("bare", "default")]
+)
+def test_a_pod_without_a_namespace_is_of_the_context_s(tmp_path: Path, context: str | None, namespace: str) -> None:
+    contexts = {"first": {"namespace": "team-a"}, "second": {"namespace": "team-b"}, "bare": {}}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "first",
+        "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": name, "context": {"cluster": "c", "user": "u", **of}} for name, of in contexts.items()],
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    assert ClusterReader(kubeconfig=str(tmp_path / "config"), context=context).namespace == namespace
 
 
 def test_every_skip_reason_has_a_remedy() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload_operator import metrics
 from kvoffload_operator.webhook.certificates import (
     NEXT,
     PRESENT,
@@ -148,6 +149,22 @@ def test_a_changed_folder_is_served_without_a_restart_and_a_broken_one_is_not(tm
         assert peer_of(context) == der(second), "what worked stays"
 
     asyncio.run(run())
+
+
+async def test_what_is_served_is_watched_whoever_made_it(tmp_path: Path) -> None:
+    """By the metrics that the alert reads, and by the pod's readiness once it has ended."""
+    pair = make_certificate(NAMES, now=START, lifetime=LIFETIME)
+    (tmp_path / "tls.crt").write_bytes(pair["tls.crt"])
+    (tmp_path / "tls.key").write_bytes(pair["tls.key"])
+    watch = CertificateWatch(FolderSource(tmp_path))
+    assert not watch.has_expired(START), "there is none"
+    await watch.wait()
+    (end,) = metrics.certificate_expiry_timestamp_seconds.collect()[0].samples
+    (validity,) = metrics.certificate_validity_seconds.collect()[0].samples
+    assert end.value == int((START + LIFETIME).timestamp())
+    assert validity.value == pytest.approx((LIFETIME + timedelta(minutes=5)).total_seconds(), abs=1)
+    assert not watch.has_expired(START + LIFETIME - timedelta(seconds=2))
+    assert watch.has_expired(START + LIFETIME)
 
 
 def der(pair: dict[str, bytes]) -> bytes:

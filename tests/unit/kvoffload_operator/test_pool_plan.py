@@ -392,6 +392,12 @@ def test_case_29_fields_that_an_older_crd_dropped_are_named_and_no_limit_is_lost
     assert written["spec"]["quotas"] == [{"namespace": "x", "guaranteedBytes": 1 << 20, "limitBytes": 1 << 30}]
 
 
+def test_fields_of_a_newer_crd_are_named_where_the_operator_ignores_them() -> None:
+    found = status_condition(plan_pool(facts(pool_manifest(tier="Fast")), OPTIONS), "Degraded")
+    assert (found.status, found.reason) == ("True", "CRDNewer")
+    assert "spec fields tier" in found.message
+
+
 def test_a_pool_whose_fields_are_all_stored_is_not_called_outdated() -> None:
     assert status_condition(plan_pool(facts(), OPTIONS), "Degraded").status == "False"
 
