@@ -6,9 +6,9 @@ nonsense in the way that a test asks for, which the real one cannot be asked to 
     python -m scripted_daemon SOCKET REGION_BYTES       serves until it is killed; the first line of stdout says
     "ready"
 
-Faults, as lines on stdin: `delay SECONDS` before each answer, `silent` (reads, answers nothing), `nonsense` (answers
-with bytes that are no message), `close` (ends every session), `miss` (every look-up is a miss), `normal`, `dump`
-(prints its state as JSON).
+Faults, as lines on stdin: `delay SECONDS` before each answer, `silent` (reads, answers nothing), a name of `NONSENSE`
+(what it answers), `close` (ends every session), `miss` (every look-up is a miss), `normal`, `dump` (prints its state
+as JSON).
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +58,38 @@ def pack(offsets: list[int]) -> bytes:
 
 def unpack(offsets: bytes) -> list[int]:
     return np.frombuffer(offsets, dtype="<i8").tolist()
+
+
+def _frame(fields: list) -> bytes:
+    return pack_frame(msgspec.msgpack.encode(fields))
+
+
+def _with_offsets(fields: list, change: Callable[[bytes], bytes]) -> bytes:
+    """The same answer with other offsets, if it has any: the third field of `Found`, the fourth of `Reserved`."""
+    at = {"found": 2, "reserved": 3}.get(fields[0])
+    return _frame(fields if at is None else [*fields[:at], change(fields[at]), *fields[at + 1 :]])
+
+
+def _with_row(fields: list, *row: object) -> bytes:
+    """`EngineReady` with another row, any other message as it is."""
+    return _frame(["ready", True, *row] if fields[0] == "ready" else fields)
+
+
+NONSENSE: dict[str, Callable[[list], bytes]] = {
+    "unknown-type": lambda _: _frame(["abc", 1, 2]),
+    "no-msgpack": lambda _: pack_frame(b"\xc1" * 16),
+    "half-frame": lambda fields: _frame(fields)[:-3],
+    "huge-length": lambda fields: b"\xff\xff\xff\xff" + _frame(fields)[4:],
+    "empty-frame": lambda _: bytes(4),
+    "too-many-offsets": lambda fields: _with_offsets(fields, lambda offsets: offsets + pack([0])),
+    "no-offsets": lambda fields: _with_offsets(fields, lambda _: b""),
+    "offsets-cut-short": lambda fields: _with_offsets(fields, lambda offsets: offsets[:-3]),
+    "offsets-outside": lambda fields: _with_offsets(fields, lambda offsets: pack([1 << 62] * (len(offsets) // 8))),
+    "slots-of-no-bytes": lambda fields: _with_row(fields, 0, [0, 0], [1, 1], [0, 0]),
+    "row-of-no-ranks": lambda fields: _with_row(fields, PAGE, [], [], []),
+    "part-before-its-slot": lambda fields: _with_row(fields, 4 * PAGE, [-(1 << 40)] * 2, [1, 1], [0, 0]),
+}
+"""What is sent instead of a message: by the fault's name, from its fields (the tag first)."""
 
 
 @dataclass
@@ -125,6 +158,7 @@ class Connection(asyncio.Protocol):
         self.reader = FrameReader()
         self.hello: Hello | None = None
         self.leases: list[int] = []
+        self.reserved: set[int] = set()
         self.decoder = msgspec.msgpack.Decoder(FromEngine)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -135,23 +169,29 @@ class Connection(asyncio.Protocol):
         self.daemon.connections.discard(self)
         for offset in self.leases:
             self.daemon.slots[offset].leases -= 1
+        self.daemon.free += self.reserved
 
     def data_received(self, data: bytes) -> None:
         self.reader.feed(data)
         while (payload := self.reader.next_frame()) is not None:
             message = self.decoder.decode(payload)
             if self.daemon.delay_seconds:
-                asyncio.get_running_loop().call_later(self.daemon.delay_seconds, self.handle, message)
+                asyncio.get_running_loop().call_later(self.daemon.delay_seconds, self.take, message)
             else:
-                self.handle(message)
+                self.take(message)
+
+    def take(self, message: FromEngine) -> None:
+        try:
+            self.handle(message)
+        except (KeyError, ValueError):  # it speaks of slots that it was never given, or was given by nonsense
+            self.transport.abort()
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
         if self.daemon.fault == "silent":
             return
-        if self.daemon.fault == "nonsense":
-            self.transport.write(pack_frame(b"\x93\xa3abc\x01\x02"))
-            return
         frame = pack_frame(msgspec.msgpack.encode(message))
+        if self.daemon.fault in NONSENSE:
+            frame = NONSENSE[self.daemon.fault](msgspec.to_builtins(message, builtin_types=(bytes,)))
         if descriptors:
             raw = self.transport.get_extra_info("socket")
             socket.send_fds(socket.socket(fileno=os.dup(raw.fileno())), [frame], list(descriptors))
@@ -208,10 +248,12 @@ class Connection(asyncio.Protocol):
                 offsets = [offset for offset in given if offset is not None]
                 for offset in offsets:
                     daemon.slots[offset] = Slot()
+                self.reserved.update(offsets)
                 self.send(Reserved(message.request, daemon.epoch, pack(offsets), "" if None not in given else "full"))
             case Assign():
                 size = self.engine.key_bytes
                 for index, offset in enumerate(unpack(message.offsets)):
+                    self.reserved.discard(offset)
                     key = message.keys[index * size : (index + 1) * size]
                     daemon.slots[offset].key = self.name(key, message.namespace)
                     self.publish(offset)
@@ -223,6 +265,7 @@ class Connection(asyncio.Protocol):
             case Fail():
                 for offset in unpack(message.offsets):
                     slot = daemon.slots[offset]
+                    self.reserved.discard(offset)
                     daemon.counts["dropped" if message.drop else "failed"] += 1
                     daemon.ready.pop(slot.key, None)
                     slot.key = None

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from kvoffload.errors import DaemonUnavailable
+from kvoffload.errors import DaemonUnavailable, ProtocolError
 from kvoffload.protocol.client import Connector, Session
 from kvoffload.protocol.messages import (
     MAX_KEYS,
+    OFFSET_BYTES,
     Assign,
     Bind,
     Bound,
@@ -84,6 +86,13 @@ def pack(offsets: Iterable[int]) -> bytes:
     return np.fromiter(offsets, dtype="<i8").tobytes()
 
 
+def unpack(packed: bytes) -> npt.NDArray[np.int64]:
+    """Offsets of a message. Raises ProtocolError."""
+    if len(packed) % OFFSET_BYTES:
+        raise ProtocolError(f"the daemon sent {len(packed)} bytes of offsets, no multiple of {OFFSET_BYTES}")
+    return np.frombuffer(packed, dtype="<i8")
+
+
 class DaemonLink:
     """See the module's docstring."""
 
@@ -92,6 +101,7 @@ class DaemonLink:
         self._connector: Connector | None = None
         self._none_hash: Callable[[], bytes] = bytes
         self._slots_wanted = 512
+        self._num_ranks = 0
         # of the session
         self.session: Session | None = None
         self.row: SlotRow | None = None
@@ -118,6 +128,7 @@ class DaemonLink:
     ) -> None:
         """Begin to talk with the daemon, in the background."""
         self._none_hash = none_hash
+        self._num_ranks = make_hello().world_size
         self._slots_wanted = min(MAX_KEYS, 2 * max(1, chunks_per_step))
         self._connector = Connector(
             socket_path,
@@ -249,6 +260,10 @@ class DaemonLink:
         try:
             for message in session.receive(timeout_seconds):
                 self._take(session, message)
+        except ProtocolError as error:
+            session.close(str(error))
+            self._begin_session(None)
+            return None
         except DaemonUnavailable:
             self._begin_session(None)
             return None
@@ -276,7 +291,7 @@ class DaemonLink:
             self._owed.pop(message.request, None)
             if message.request == self._reserving:
                 self._reserving = 0
-                self._slots.extend(np.frombuffer(message.offsets, dtype="<i8").tolist())
+                self._slots.extend(unpack(message.offsets).tolist())
             elif message.offsets:  # of before a reset
                 self._send(session, Fail(message.epoch, message.offsets))
         elif isinstance(message, EngineReady):
@@ -295,6 +310,8 @@ class DaemonLink:
 
     def _take_ready(self, message: EngineReady) -> None:
         row = SlotRow(message.slot_bytes, message.part_offsets, message.sharers, message.sharer_index)
+        if not len(row.part_offsets) == len(row.sharers) == len(row.sharer_index) == self._num_ranks:
+            raise ProtocolError(f"the daemon sent a row of {len(row.part_offsets)} parts to {self._num_ranks} ranks")
         self.row, self._is_bound = row, False
         self.reserve()
         logger.info(
@@ -305,13 +322,13 @@ class DaemonLink:
         )
 
     def _take_found(self, message: Found) -> None:
-        answer = self._owed.pop(message.request, None)
+        answer = self._owed.get(message.request)
         if answer is None:
             return
-        offsets = np.frombuffer(message.offsets, dtype="<i8")
+        offsets = unpack(message.offsets)
         if offsets.size != len(answer.keys):
-            answer.session.close(f"the daemon answered {len(answer.keys)} keys with {offsets.size} offsets")
-            return
+            raise ProtocolError(f"the daemon answered {len(answer.keys)} keys with {offsets.size} offsets")
+        del self._owed[message.request]
         found = zip(answer.keys, offsets.tolist(), strict=True)
         answer.offsets = dict(found) if np.all(offsets >= 0) else {k: offset for k, offset in found if offset >= 0}
         answer.hits = set(answer.offsets)

@@ -95,9 +95,9 @@ def run_sleep_during_transfers(llm: Any) -> bool:
 
 
 def run_abort(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Add requests, take some steps, abort them all; then step until nothing is left."""
+    """Add requests, or take those `names`, take some steps, abort them all; then step until nothing is left."""
     engine = llm.llm_engine
-    names = run_add(llm, command)
+    names = command["names"] if "names" in command else run_add(llm, command)
     for _ in range(command["steps"]):
         engine.step()
     engine.abort_request(names)

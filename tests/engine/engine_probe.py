@@ -27,6 +27,7 @@ class Probe:
         self.kvo_loaded: list[list[Any]] = []
         self.kvo_fault = ""
         self.kvo_held: list[tuple[int, Any, bool]] = []
+        self.kvo_preempted = 0
         start = transfer.start
 
         def probed(job_id: int, plan: Any, *, to_region: bool) -> None:
@@ -54,8 +55,15 @@ class Probe:
             self.probe_release(job_ids)
             wait(job_ids)
 
+        execute = self.model_runner.execute_model
+
+        def execute_and_count(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+            self.kvo_preempted += len(scheduler_output.preempted_req_ids or ()) if self.kvo_held else 0
+            return execute(scheduler_output, *arguments, **options)
+
         transfer.start = self.kvo_start = probed
         transfer.wait = release_and_wait
+        self.model_runner.execute_model = execute_and_count
 
     def probe_fault(self, fault: str, ranks: list[int] | None = None) -> None:
         """`fail`, `zeros`: of loads. `hold`: copies of both directions stay under way until the fault is another one,
@@ -79,6 +87,10 @@ class Probe:
         """How many stores and how many loads are held."""
         stores = sum(to_region for _, _, to_region in self.kvo_held)
         return [stores, len(self.kvo_held) - stores]
+
+    def probe_preempted(self) -> int:
+        """How many requests were preempted while copies were held."""
+        return self.kvo_preempted
 
     def probe_take(self) -> dict[str, list[list[Any]]]:
         taken = {"stored": self.kvo_stored, "loaded": self.kvo_loaded}

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,13 @@ from hack.vllm.models import ensure_model
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240
 ANSWER_SECONDS = 180
-CHECKSUMS = {"KVOFFLOAD_CHECKSUM": "full"}
+CHECKSUMS: dict[str, str | None] = {"KVOFFLOAD_CHECKSUM": "full"}
 """The engines with latent attention check every page, so that all their tests go that way too."""
+DEADLINE_VARIABLE = "KVOFFLOAD_STEP_DEADLINE_SECONDS"
+TEST_DEADLINE_SECONDS = 0.25
+"""Tests share two cores with whatever else runs: what they ask is whether it works, not how fast."""
+DEFAULT_DEADLINE: dict[str, str | None] = {DEADLINE_VARIABLE: None}
+"""The deadline that users have: 2 ms."""
 VLLM_LOCK = Path("/tmp/kvo-vllm.lock")
 """One vLLM at a time on this machine: each takes about 3 GB and both cores."""
 
@@ -73,7 +78,8 @@ def wait_for_slots(daemon: PoolDaemon, state: str, number: int) -> bool:
 
 
 class EngineProcess:
-    """See the module's docstring. `options` are vLLM's own, over defaults for the tiny models."""
+    """See the module's docstring. `options` are vLLM's own, over defaults for the tiny models; a variable that is
+    None is not set."""
 
     def __init__(
         self,
@@ -82,7 +88,7 @@ class EngineProcess:
         model: str,
         socket: Path | None,
         overlay: Path | None = None,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         probe: bool = True,
         **options: Any,
     ) -> None:
@@ -104,7 +110,7 @@ class EngineProcess:
             **options,
         }
         self.has_probe = probe and socket is not None
-        self._environment = {
+        variables: dict[str, str | None] = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
                 str(path) for path in (build_library(folder), Path(__file__).parent, overlay) if path is not None
@@ -114,12 +120,14 @@ class EngineProcess:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # Tests share two cores with whatever else runs: what they ask is whether it works, not how fast.
-            "KVOFFLOAD_STEP_DEADLINE_SECONDS": "0.25",
+            DEADLINE_VARIABLE: str(TEST_DEADLINE_SECONDS),
             **({"KVOFFLOAD_SOCKET": str(socket), "KVOFFLOAD_POOL": "test"} if socket else {}),
             **(environment or {}),
         }
+        self._environment = {name: value for name, value in variables.items() if value is not None}
         self._process: subprocess.Popen[str] | None = None
+        self.exit_status: int | None = None
+        """Of the process that made the engine, when it has ended."""
 
     def __enter__(self) -> "EngineProcess":
         python = ensure_vllm_environment() / "bin" / "python"
@@ -165,10 +173,10 @@ class EngineProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(60)
+            self.exit_status = self._process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self.exit_status = self._process.wait()
         self._answers.close()
         self._lock.close()
 
@@ -180,6 +188,11 @@ class EngineProcess:
     def lines(self, word: str) -> list[str]:
         """Lines of the log with a word."""
         return [line for line in self.log.splitlines() if word in line]
+
+    @property
+    def tracebacks(self) -> list[str]:
+        """Lines of the log that begin one, but for what vLLM's front end says of its missing tokenizer."""
+        return [line for line in self.lines("Traceback") if "MainProcess" not in line]
 
     def do(self, command: str, **arguments: Any) -> Any:
         """Run one command in the driver."""
@@ -204,6 +217,15 @@ class EngineProcess:
     def reset_prefix_cache(self, *, connector: bool = False) -> None:
         """Forget vLLM's own prefix cache, so that look-ups reach us; with `connector`, ours too."""
         assert self.do("reset_prefix_cache", connector=connector)
+
+    def hold_transfers(self, prompts: list[list[int]], *, max_tokens: int = 8) -> list[str]:
+        """Add requests, one whose chunks the pool has and one whose chunks it has not, and return when both ranks are
+        in the middle of a load and of a store. The copies stay there until the probe's fault is taken away."""
+        self.reset_prefix_cache()
+        self.rpc("probe_fault", "hold")
+        names = self.do("add", prompts=prompts, max_tokens=max_tokens)
+        assert eventually(lambda: all(min(held) > 0 for held in self.rpc("probe_held")), 60)
+        return list(names)
 
     def generate_cold(self, prompts: list[list[int]], **options: Any) -> Generated:
         """Generate with vLLM's own prefix cache empty before it."""

@@ -4,8 +4,24 @@ import statistics
 import time
 
 from check_runner import Control, check, run_checks
-from toy_engine import ToyEngine, keys_of, wait_until
+from toy_engine import ToyEngine, assert_short, keys_of, wait_until
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext
+
+NONSENSE = (
+    "unknown-type",
+    "no-msgpack",
+    "half-frame",
+    "huge-length",
+    "empty-frame",
+    "too-many-offsets",
+    "no-offsets",
+    "offsets-cut-short",
+    "offsets-outside",
+    "slots-of-no-bytes",
+    "row-of-no-ranks",
+    "part-before-its-slot",
+)
+"""Faults of `scripted_daemon`."""
 
 
 @check
@@ -54,6 +70,24 @@ def a_late_answer_means_retry_for_a_while_and_then_a_miss(socket_path: str, cont
 
 
 @check
+def an_answer_that_comes_between_two_steps_is_used_in_the_second_and_its_leases_go_back(
+    socket_path: str, control: Control
+) -> None:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
+        known = engine.ensure_stored(keys_of(6, 7))
+        asked = control.dump()["lookups"]
+        control.say("delay 0.05")
+        assert engine.look_up("late", known) == [LookupResult.RETRY] * 2
+        engine.step()
+        wait_until(lambda: control.dump()["leases"] == 2)
+        assert engine.look_up("late", known) == [LookupResult.HIT] * 2
+        assert control.dump()["lookups"] == asked + 1
+        engine.step()
+        control.say("normal")
+        wait_until(lambda: control.dump()["leases"] == 0)
+
+
+@check
 def the_circuit_closes_when_late_answers_have_come_and_their_leases_go_back(socket_path: str, control: Control) -> None:
     with ToyEngine(socket_path, step_seconds=0.002) as engine:
         keys = keys_of(2)
@@ -70,16 +104,38 @@ def the_circuit_closes_when_late_answers_have_come_and_their_leases_go_back(sock
 
 
 @check
-def nonsense_ends_the_session_and_not_the_engine(socket_path: str, control: Control) -> None:
-    with ToyEngine(socket_path) as engine:
-        keys = keys_of(3)
-        engine.store("s", keys, [0])
-        wait_until(lambda: engine.is_hit(keys))
-        control.say("nonsense")
-        assert engine.look_up("n", keys) == [LookupResult.MISS]
-        engine.step()
+def every_step_keeps_its_deadline_with_a_slow_daemon(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
+        known = engine.ensure_stored(keys_of(6, 7))
+        for delay in ("0.001", "0.005", "0.05", "1"):
+            control.say(f"delay {delay}")
+            assert_short(engine.timed_steps(60, known), delay)
         control.say("normal")
-        wait_until(lambda: engine.is_hit(keys))
+        wait_until(lambda: engine.is_hit(known))
+        wait_until(lambda: control.dump()["leases"] == 0)
+
+
+@check
+def nonsense_ends_the_session_and_neither_the_engine_nor_the_deadline_of_a_step(
+    socket_path: str, control: Control
+) -> None:
+    for number, nonsense in enumerate(NONSENSE):
+        with ToyEngine(socket_path, step_seconds=0.002) as engine:
+            known = engine.ensure_stored(keys_of(6, 7))
+            try:
+                control.say(nonsense)
+                assert_short(engine.timed_steps(40, known), nonsense)
+                control.say("close")  # so that what is said to a new session is nonsense too
+                assert_short(engine.timed_steps(80, known), nonsense)
+                assert engine.look_up("n", keys_of(4)) == [LookupResult.MISS], nonsense
+                engine.step()
+                control.say("normal")
+                control.say("close")
+                engine.ensure_stored(
+                    keys_of(100 + number, 200 + number)
+                )  # others: keys of a load that failed are a miss
+            except Exception as error:
+                raise AssertionError(nonsense) from error
 
 
 @check
@@ -88,6 +144,7 @@ def a_store_that_cannot_be_begun_between_two_sessions_is_given_up_in_the_next(
 ) -> None:
     with ToyEngine(socket_path) as engine:
         keys = keys_of(5)
+        failed_before = control.dump()["failed"]
         engine.look_up("s", keys)
         wait_until(lambda: engine.manager.link.wait_for_slots(1))
         output = engine.manager.prepare_store(keys, ReqContext(req_id="s"))
@@ -102,7 +159,7 @@ def a_store_that_cannot_be_begun_between_two_sessions_is_given_up_in_the_next(
             assert [one.job_id for one in worker.get_finished()] == [1]
         engine.manager.complete_store(set(keys), ReqContext(req_id="s"))
         control.say("normal")
-        wait_until(lambda: control.dump()["failed"] == 2)
+        wait_until(lambda: control.dump()["failed"] == failed_before + 2)
         wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
         assert not engine.is_hit(keys)
 

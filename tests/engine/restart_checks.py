@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from check_runner import Control, check, run_checks
-from toy_engine import ToyEngine, keys_of, wait_until
+from toy_engine import HeldTransfer, ToyEngine, assert_short, keys_of, wait_until
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext
 
 
@@ -79,6 +79,86 @@ def a_stopped_daemon_costs_the_first_request_two_deadlines_and_the_others_nothin
 
 
 @check
+def every_step_keeps_its_deadline_while_the_daemon_is_stopped(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
+        known = engine.ensure_stored(keys_of(770, 771))
+        control.say("stop")
+        seconds = engine.timed_steps(100, known)
+        control.say("continue")
+        assert_short(seconds, "stopped")
+        wait_until(lambda: engine.is_hit(known))
+
+
+@check
+def every_step_keeps_its_deadline_when_the_daemon_is_killed_between_two_steps_and_comes_back(
+    socket_path: str, control: Control
+) -> None:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
+        known = engine.ensure_stored(keys_of(770, 771))
+        seconds = engine.timed_steps(10, known)
+        control.say("kill")
+        seconds += engine.timed_steps(100, known)
+        starting = threading.Thread(target=control.say, args=("start",))
+        starting.start()
+        while starting.is_alive():
+            seconds += engine.timed_steps(10, known)
+        assert_short(seconds, "killed between two steps")
+        wait_until(lambda: engine.is_hit(known))
+
+
+@check
+def every_step_keeps_its_deadline_when_the_daemon_is_killed_while_it_owes_an_answer(
+    socket_path: str, control: Control
+) -> None:
+    with ToyEngine(socket_path, step_seconds=0.002) as engine:
+        known = engine.ensure_stored(keys_of(770, 771))
+        control.say("stop")
+        assert engine.look_up("owed", known) == [LookupResult.RETRY] * 2
+        engine.step()
+        control.say("kill")
+        seconds = engine.timed_steps(100, known)
+        asked_again = engine.look_up("owed", known)
+        engine.step()
+        control.say("start")
+        assert_short(seconds, "killed while it owes an answer")
+        assert asked_again == [LookupResult.MISS] * 2
+        wait_until(lambda: engine.is_hit(known))
+
+
+@check
+def an_engine_that_ends_with_copies_under_way_finishes_them_and_holds_nothing(
+    socket_path: str, control: Control
+) -> None:
+    known, new = keys_of(780, 781), keys_of(782)
+    with ToyEngine(socket_path) as other:
+        for index in range(2):
+            other.fill(index, 11 * index)
+        other.ensure_stored(known)
+    with ToyEngine(socket_path, make_transfer=HeldTransfer) as engine:
+        slots = engine.prepare_load("l", known)
+        engine.look_up("s", new)
+        wait_until(lambda: engine.manager.link.wait_for_slots(1))
+        output = engine.manager.prepare_store(new, ReqContext(req_id="s"))
+        assert output.keys_to_store == new
+        engine.step()
+        engine.fill(5, 77)
+        for worker in engine.workers:
+            worker.submit_load(1, slots, GPULoadStoreSpec([20, 21], group_sizes=[2], block_indices=[0]))
+            worker.submit_store(2, GPULoadStoreSpec([5], group_sizes=[1], block_indices=[0]), output.store_spec)
+            assert worker.get_finished() == []
+        assert control.dump()['kvoffload_slots{state="leased"}'] == 2
+    assert all(engine.holds(20 + index, 11 * index) for index in range(2))
+    states = ("leased", "writing", "orphaned")
+    wait_until(lambda: not any(control.dump()[f'kvoffload_slots{{state="{state}"}}'] for state in states))
+    with ToyEngine(socket_path) as other:
+        assert fill_the_pool(other, 400_000) > 1400
+        wait_until(lambda: not other.is_hit(known))
+        other.fill(7, 78)
+        other.store("s", keys_of(783), [7])
+        wait_until(lambda: other.is_hit(keys_of(783)))
+
+
+@check
 def a_load_that_spans_a_restart_reads_its_own_bytes_while_another_engine_fills_the_pool(
     socket_path: str, control: Control
 ) -> None:
@@ -129,12 +209,6 @@ def a_store_that_spans_a_restart_is_dropped_and_harms_nobody(socket_path: str, c
         assert not engine.is_hit(keys)
 
 
-def _store(engine: ToyEngine, keys: list[bytes]) -> bool:
-    """Store them in the first blocks; false until the daemon has published them."""
-    engine.store(f"s{time.monotonic_ns()}", keys, list(range(len(keys))))
-    return False
-
-
 def reconnect(engine: ToyEngine, meanwhile: Callable[[], object]) -> None:
     """End the scheduler's session, and do this when its connector has seen what is under way and the scheduler has not
     yet seen the new session."""
@@ -163,7 +237,7 @@ def a_load_prepared_while_the_scheduler_reconnects_leaves_the_new_session_alone(
 ) -> None:
     with ToyEngine(socket_path) as engine:
         keys, others = keys_of(1100, 1101), keys_of(1102)
-        wait_until(lambda: engine.is_hit(keys + others) or _store(engine, keys + others))
+        engine.ensure_stored(keys + others)
         assert engine.look_up("l", keys) == [LookupResult.HIT] * 2
         slots = []
         reconnect(engine, lambda: slots.append(engine.manager.prepare_load(keys, ReqContext(req_id="l"))))
@@ -178,7 +252,7 @@ def a_load_prepared_while_the_scheduler_reconnects_leaves_the_new_session_alone(
 def a_load_that_ends_while_the_scheduler_reconnects_gives_its_leases_back(socket_path: str, control: Control) -> None:
     with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
         keys = keys_of(1110, 1111)
-        wait_until(lambda: engine.is_hit(keys) or _store(engine, keys))
+        engine.ensure_stored(keys)
         slots = engine.prepare_load("l", keys)
         engine.step()
         reconnect(engine, lambda: engine.submit_load("l", slots, [30, 31]))

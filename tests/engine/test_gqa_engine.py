@@ -5,7 +5,7 @@ vLLM's own prefix cache is on here: it is reset before a prompt is asked again, 
 """
 
 import pytest
-from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
+from engine_process import EngineProcess, make_prompt, wait_for_slots
 from pool_daemon import PoolDaemon
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
@@ -51,23 +51,13 @@ def test_a_failed_load_gives_the_tokens_of_a_cold_run(gqa_engine: EngineProcess)
     assert (recomputed.tokens, recomputed.logprobs) == (cold.tokens, cold.logprobs)
 
 
-def hold_transfers(engine: EngineProcess, prompts: list[list[int]]) -> list[str]:
-    """Add requests, one whose chunks the pool has and one whose chunks it has not, and return when both ranks are in
-    the middle of a load and of a store. The copies stay there until the probe's fault is taken away."""
-    engine.reset_prefix_cache()
-    engine.rpc("probe_fault", "hold")
-    names = engine.do("add", prompts=prompts, max_tokens=8)
-    assert eventually(lambda: all(min(held) > 0 for held in engine.rpc("probe_held")))
-    return list(names)
-
-
 def test_a_cache_reset_in_the_middle_of_transfers_leaves_no_key_no_lease_and_the_right_tokens(
     gqa_engine: EngineProcess, pool: PoolDaemon
 ) -> None:
     before, loading, storing = (make_prompt(seed) for seed in (30, 31, 32))
     cold = gqa_engine.generate_cold([before, loading])
     expected = [cold.tokens[1], *gqa_engine.generate_cold([storing], cache_salt="apart").tokens]
-    names = hold_transfers(gqa_engine, [loading, storing])
+    names = gqa_engine.hold_transfers([loading, storing])
     try:
         gqa_engine.do("reset_prefix_cache", connector=True)
     finally:
@@ -86,7 +76,7 @@ def test_an_engine_put_to_sleep_in_the_middle_of_transfers_wakes_without_their_k
     """The CPU worker has no memory to give back in its sleep; all that the engine core does around it is done."""
     before, loading, storing = (make_prompt(seed) for seed in (40, 41, 42))
     cold = gqa_engine.generate_cold([before, loading])
-    names = hold_transfers(gqa_engine, [loading, storing])
+    names = gqa_engine.hold_transfers([loading, storing])
     try:
         assert gqa_engine.do("sleep_during_transfers")
     finally:
@@ -106,7 +96,7 @@ def test_weights_updated_in_the_middle_of_transfers_are_never_mixed_with_what_th
     """The last one here: from then on this engine shares with nobody."""
     before, loading, storing = (make_prompt(seed) for seed in (50, 51, 52))
     gqa_engine.generate_cold([before, loading])
-    names = hold_transfers(gqa_engine, [loading, storing])
+    names = gqa_engine.hold_transfers([loading, storing])
     try:
         gqa_engine.rpc("probe_update_weights", 1.25)
     finally:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,15 +65,15 @@ def pipes(folder: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def keep_pool(daemon: PoolDaemon, commands: BinaryIO, answers: BinaryIO) -> None:
     """Do what the checks say, until they say `end`."""
-    deeds = {
+    deeds: dict[str, Callable[[], str | None]] = {
         "kill": daemon.kill,
         "start": daemon.start,
         "stop": lambda: daemon.process.send_signal(signal.SIGSTOP),
         "continue": lambda: daemon.process.send_signal(signal.SIGCONT),
+        "dump": lambda: json.dumps(daemon.metrics()),
     }
     while (command := commands.readline().decode().strip()) != "end":
-        deeds[command]()
-        answers.write(b"done\n")
+        answers.write(f"{deeds[command]() or 'done'}\n".encode())
 
 
 def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:

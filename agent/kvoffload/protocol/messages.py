@@ -34,6 +34,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Offsets = Annotated[bytes, msgspec.Meta(max_length=OFFSET_BYTES * MAX_KEYS)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=64 * MAX_KEYS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 
 
@@ -232,10 +233,10 @@ class EngineReady(Message, frozen=True, tag="ready"):
     """Pushed to the scheduler and the workers when all ranks have mapped."""
 
     replicated: bool
-    slot_bytes: Count
-    part_offsets: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANKS)]
-    sharers: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANKS)]
-    sharer_index: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANKS)]
+    slot_bytes: Positive
+    part_offsets: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
+    sharers: Annotated[tuple[Positive, ...], msgspec.Meta(max_length=MAX_RANKS)]
+    sharer_index: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
     reason: Text = ""
 
 
