@@ -1,9 +1,14 @@
 """Registration and its refusal from rank to rank (case 14): workers with a device, the real daemon, vLLM's own way of
 bringing the workers' reports to the scheduler. Run by `check_runner.py`."""
 
+import contextlib
 import pickle
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest import mock
 
+import torch
 from check_runner import check, run_checks
 from toy_device import ToyDevice
 from toy_engine import NUM_BLOCKS, ToyEngine, keys_of, wait_until
@@ -12,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvoffload_engine.connector import KVOffloadConnector
-from kvoffload_engine.transfer.cuda import DeviceTransfer
+from kvoffload_engine.transfer.cuda import DeviceTransfer, VllmDevice
+from kvoffload_engine.transfer.pinning import Pinning
 from kvoffload_engine.worker import KVOffloadWorker
 
 RANKS = 8
@@ -75,6 +81,38 @@ def when_three_ranks_of_eight_register_no_pages_the_next_job_finds_none_register
 @check
 def when_every_rank_registers_its_pages_they_stay_so(socket_path: str) -> None:
     check_modes(socket_path, 40, set())
+
+
+@check
+def pages_are_registered_on_the_workers_own_device_whichever_thread_does_it(socket_path: str) -> None:
+    """torch's own calls, on a machine without a device: what is recorded is the device that is current in them."""
+    current, seen = threading.local(), []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current.index = getattr(current, "index", 0), index
+        yield
+        current.index = before
+
+    def record(*arguments: int) -> int:
+        seen.append((len(arguments), getattr(current, "index", 0)))
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=record, cudaHostUnregister=record)
+    with (  # device 3 is current in the thread of rank 3's worker
+        mock.patch.object(torch.cuda, "current_device", return_value=3),
+        mock.patch.object(torch.cuda, "device", device),
+        mock.patch.object(torch.cuda, "cudart", return_value=cudart),
+    ):
+        pinning = Pinning(base_address=0, extent_bytes=1, register=(vllm_device := VllmDevice()).register,
+                          unregister=vllm_device.unregister)  # fmt: skip
+        pinning.want({1})
+        wait_until(lambda: pinning.num_registered == 1)
+        revoker = threading.Thread(target=pinning.revoke, args=({1},))  # the connector's, as the other is Pinning's
+        revoker.start()
+        revoker.join()
+        pinning.close()
+    assert seen == [(3, 3), (1, 3)]
 
 
 if __name__ == "__main__":
