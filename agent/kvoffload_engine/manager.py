@@ -110,10 +110,10 @@ class KVOffloadManager(OffloadingManager):
         session = self.link.poll()
         self.link.reserve()  # the last answer may have come short: extents are allocated as they are needed
         answer = request.answer
-        if answer is None or answer.session is not session or answer.is_complete:
+        if answer is None or answer.session is not session:
             request.retries, request.asked_at = 0, time.monotonic()
             request.answer = answer = self.link.look_up(keys, request.namespace)
-        else:  # on its way since an earlier step
+        else:  # on its way since an earlier step, or it came since, and leases what it found
             self.link.wait_for(answer)
         if answer is None:
             return

@@ -73,6 +73,25 @@ def the_circuit_closes_when_late_answers_have_come_and_their_leases_go_back(sock
 
 
 @check
+def an_answer_that_came_between_two_steps_is_used_and_its_leases_go_back(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path, step_seconds=0.02) as engine:
+        keys = keys_of(6)
+        wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
+        wait_until(lambda: engine.is_hit(keys) and control.dump()["leases"] == 0)
+        before = control.dump()["lookups"]
+        control.say("delay 0.1")
+        assert engine.look_up("late", keys) == [LookupResult.RETRY]
+        engine.step()
+        wait_until(lambda: control.dump()["leases"] == 1)  # so the answer was sent
+        control.say("normal")
+        assert engine.look_up("late", keys) == [LookupResult.HIT]
+        engine.step()
+        engine.manager.on_request_finished(ReqContext(req_id="late"))
+        assert control.dump()["lookups"] == before + 1
+        wait_until(lambda: control.dump()["leases"] == 0)
+
+
+@check
 def nonsense_ends_the_session_and_not_the_engine(socket_path: str, control: Control) -> None:
     with ToyEngine(socket_path) as engine:
         keys = keys_of(3)
