@@ -4,7 +4,7 @@ run by vLLM's Python.
 `python engine_scheduler.py SOCKET`: a daemon listens there. The same calls on both, in the order of vLLM's scheduler:
 the look-ups of a request that is all hits, its prepared load and its completion; and a store of as many new keys. A
 request comes when the daemon has done with the one before, as in an engine, whose steps take longer than that. At
-saturation each step has several of them, and steps follow each other at once.
+saturation each step has several of them.
 
 Ours has the deadline of an engine. What misses it costs no more than the deadline and finds nothing, so it is not
 measured but counted: `dropped`.
@@ -29,7 +29,7 @@ KEYS = 1000
 ROUNDS = 60
 PART_BYTES = 4096
 STEP_SECONDS = 0.01
-"""Between two requests."""
+"""Between two requests, and between two steps at saturation."""
 SATURATED_STEPS = 300
 LOADS_IN_STEP, KEYS_OF_LOAD = 4, 250
 STORES_IN_STEP, KEYS_OF_STORE = 8, 8
@@ -204,8 +204,7 @@ def measure_load(side: Any, request: str, keys: list[Any], figures: Figures) -> 
 
 
 def measure_steps(side: Any, resident: list[Any], figures: Figures) -> None:
-    """Steps without a pause: each loads several prefixes, stores for several running requests, and ends what the one
-    before it began."""
+    """Each step loads several prefixes, stores for several running requests, and ends what the one before it began."""
     manager = side.manager
     running = [ReqContext(req_id=f"running-{number}") for number in range(STORES_IN_STEP)]
     prefixes = [resident[at : at + KEYS_OF_LOAD] for at in range(0, LOADS_IN_STEP * KEYS_OF_LOAD, KEYS_OF_LOAD)]
@@ -249,6 +248,7 @@ def measure_steps(side: Any, resident: list[Any], figures: Figures) -> None:
             figures.dropped["step"] += 1
         for _, output in storing:
             side.stored(output)
+        time.sleep(STEP_SECONDS)
 
 
 def main() -> None:
