@@ -69,7 +69,7 @@ test-e2e: $(SYNCED) ## the steps of the demo and more, asserted on the real loca
 	$(PYTEST) -m "cluster and not long" tests/e2e
 	$(PYTEST) --numprocesses=4 --dist=loadfile -m "e2e and not cluster and not long" tests/e2e
 
-test-gpu: $(SYNCED) ## byte equality and bandwidth on a CUDA device; skips with the reason where there is none
+test-gpu: $(SYNCED) ## a real engine, bytes, bandwidth beside vLLM's own worker on a CUDA device; says so where there is none
 	$(PYTEST) -m gpu tests/gpu
 
 test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version matrix (an hour or more)

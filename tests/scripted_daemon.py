@@ -7,8 +7,8 @@ nonsense in the way that a test asks for, which the real one cannot be asked to 
     "ready"
 
 Faults, as lines on stdin: `delay SECONDS` before each answer, `silent` (reads, answers nothing), a name of `NONSENSE`
-(what it answers), `close` (ends every session), `miss` (every look-up is a miss), `normal`, `dump` (prints its state
-as JSON).
+(what it answers), `close` (ends every session), `miss` (every look-up is a miss), `normal`. `revoke` asks every worker
+for its one extent, `dump` prints the daemon's state as JSON.
 """
 
 import asyncio
@@ -44,6 +44,8 @@ from kvoffload.protocol.messages import (
     Report,
     Reserve,
     Reserved,
+    Revoke,
+    Revoked,
     Seal,
     Unpin,
     Welcome,
@@ -125,7 +127,7 @@ class ScriptedDaemon:
         self.connections: set[Connection] = set()
         self.fault = "normal"
         self.delay_seconds = 0.0
-        self.counts = {"lookups": 0, "hits": 0, "sealed": 0, "failed": 0, "dropped": 0, "reports": []}
+        self.counts = {"lookups": 0, "hits": 0, "sealed": 0, "failed": 0, "dropped": 0, "revoked": 0, "reports": []}
 
     def dump(self) -> dict:
         return {
@@ -273,6 +275,8 @@ class Connection(asyncio.Protocol):
                 self.engine.generation += 1
             case Reassert():
                 pass
+            case Revoked():
+                daemon.counts["revoked"] += 1
             case Report():
                 daemon.counts["reports"].append([self.hello.rank, message.stored_bytes, message.loaded_bytes])
 
@@ -320,6 +324,10 @@ async def serve(path: str, region_bytes: int) -> None:
                 continue
             case ["delay", seconds]:
                 daemon.delay_seconds = float(seconds)
+            case ["revoke"]:
+                for connection in daemon.connections:
+                    if connection.hello.role == "worker":
+                        connection.send(Revoke(pack([0])))
             case ["close"]:
                 for connection in list(daemon.connections):
                     connection.transport.abort()

@@ -179,7 +179,8 @@ def watch_weight_updates(connector_class: type) -> None:
 
 
 def request_keys(request_state: Any) -> list[bytes]:
-    """All full-chunk keys of a request that stand after what it has computed, from vLLM's own state of it."""
+    """All full-chunk keys of a request, from vLLM's own state of it, group after group. Also those of tokens that the
+    engine has in its own prefix cache: vLLM looks none of them up, but offers them for storing."""
     request_state.update_offload_keys()
     return [key for group in request_state.group_states for key in group.offload_keys]
 

@@ -113,7 +113,7 @@ class KVOffloadManager(OffloadingManager):
         if answer is None or answer.session is not session:
             request.retries, request.asked_at = 0, time.monotonic()
             request.answer = answer = self.link.look_up(keys, request.namespace)
-        else:  # on its way since an earlier step, or come since
+        else:  # on its way since an earlier step, or it came since, and leases what it found
             self.link.wait_for(answer)
         if answer is None:
             return

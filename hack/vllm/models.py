@@ -18,15 +18,16 @@ def takes_images(name: str) -> bool:
     return "vision_config" in json.loads((CONFIGURATIONS / name / "config.json").read_text())
 
 
-def ensure_model(name: str) -> Path:
-    """Return the folder of a model with real weights, making it the first time."""
+def ensure_model(name: str, *, python: Path | None = None) -> Path:
+    """Return the folder of a model with real weights, making it the first time, by the Python of a vLLM environment
+    (by default the CPU build's)."""
     configuration = CONFIGURATIONS / name
     if not configuration.is_dir():
         known = ", ".join(sorted(path.name for path in CONFIGURATIONS.iterdir()))
         raise StepError(f"there is no tiny model {name!r}; there are: {known}")
     folder = cache_root() / f"models-{content_hash([configuration, MAKER], TORCH_VERSION)}" / name
     if not folder.exists():
-        python = ensure_vllm_environment() / "bin" / "python"
+        python = python or ensure_vllm_environment() / "bin" / "python"
         paths = {"PYTHONPATH": str(ensure_torchvision())} if takes_images(name) else None
         log = cache_root() / "logs" / f"model-{name}.log"
         with step(f"Making the weights of {name} (log: {log})"), made_whole(folder) as unfinished:

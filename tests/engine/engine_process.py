@@ -79,7 +79,8 @@ def wait_for_slots(daemon: PoolDaemon, state: str, number: int) -> bool:
 
 class EngineProcess:
     """See the module's docstring. `options` are vLLM's own, over defaults for the tiny models; a variable that is
-    None is not set."""
+    None is not set. `python` is of another environment than that of the CPU build, `modules` a folder with a probe of
+    the caller's own."""
 
     def __init__(
         self,
@@ -88,6 +89,8 @@ class EngineProcess:
         model: str,
         socket: Path | None,
         overlay: Path | None = None,
+        python: Path | None = None,
+        modules: Path | None = None,
         environment: Mapping[str, str | None] | None = None,
         probe: bool = True,
         **options: Any,
@@ -96,7 +99,7 @@ class EngineProcess:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "vllm.log"
         self.options = {
-            "model": str(ensure_model(model)),
+            "model": str(ensure_model(model, python=python)),
             "tensor_parallel_size": 2,
             "distributed_executor_backend": "mp",
             "dtype": "float32",
@@ -110,10 +113,13 @@ class EngineProcess:
             **options,
         }
         self.has_probe = probe and socket is not None
+        self._python = python
         variables: dict[str, str | None] = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                str(path) for path in (build_library(folder), Path(__file__).parent, overlay) if path is not None
+                str(path)
+                for path in (build_library(folder), Path(__file__).parent, modules, overlay)
+                if path is not None
             ),
             "PYTHONHASHSEED": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "0|1",
@@ -130,7 +136,7 @@ class EngineProcess:
         """Of the process that made the engine, when it has ended."""
 
     def __enter__(self) -> "EngineProcess":
-        python = ensure_vllm_environment() / "bin" / "python"
+        python = self._python or ensure_vllm_environment() / "bin" / "python"
         self._lock = VLLM_LOCK.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         reading, writing = os.pipe()

@@ -4,8 +4,11 @@ import statistics
 import time
 
 from check_runner import Control, check, run_checks
+from toy_device import ToyDevice
 from toy_engine import ToyEngine, assert_short, keys_of, wait_until
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext
+
+from kvoffload_engine.transfer.cuda import DeviceTransfer
 
 NONSENSE = (
     "unknown-type",
@@ -198,6 +201,32 @@ def a_wrong_byte_is_dropped_for_all_when_the_load_says_so(socket_path: str, cont
         engine.manager.load_failed("l", bytes_are_wrong=True)
         engine.manager.receives_finished(["l"])
         wait_until(lambda: control.dump()["dropped"] == 1)
+
+
+@check
+def an_extent_is_given_back_after_its_copies_are_done_and_its_registration_is_gone(
+    socket_path: str, control: Control
+) -> None:
+    device = ToyDevice()
+    with ToyEngine(socket_path, ranks=1, identity=b"r" * 32, transfers=[DeviceTransfer(device)]) as engine:
+        keys = keys_of(700)
+        engine.store("s", keys, [0])
+        wait_until(lambda: engine.is_hit(keys) and len(device.registered) == 1)
+        slots = engine.prepare_load("l", keys)
+        engine.step()
+        device.calls.clear()
+        device.copies_are_done = False
+        engine.workers[0].submit_load(7, slots, GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0]))
+        device.may_unregister.clear()
+        before = control.dump()["revoked"]
+        control.say("revoke")
+        wait_until(lambda: "unregister" in device.calls)
+        assert device.calls == ["copy", "synchronize", "unregister"]
+        for _ in range(20):
+            assert control.dump()["revoked"] == before, "the daemon may punch while the pages are registered"
+        device.may_unregister.set()
+        wait_until(lambda: control.dump()["revoked"] == before + 1)
+        assert not device.registered
 
 
 @check

@@ -134,7 +134,7 @@ def an_engine_that_ends_with_copies_under_way_finishes_them_and_holds_nothing(
         for index in range(2):
             other.fill(index, 11 * index)
         other.ensure_stored(known)
-    with ToyEngine(socket_path, make_transfer=HeldTransfer) as engine:
+    with ToyEngine(socket_path, transfers=[HeldTransfer(), HeldTransfer()]) as engine:
         slots = engine.prepare_load("l", known)
         engine.look_up("s", new)
         wait_until(lambda: engine.manager.link.wait_for_slots(1))

@@ -1,5 +1,5 @@
 """Manager, workers and connector against the real classes of vLLM, without a model: `plain_checks.py`,
-`restart_checks.py` and `fault_checks.py`, one test a check.
+`device_checks.py`, `lookup_checks.py`, `restart_checks.py` and `fault_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -24,9 +24,11 @@ from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
+PLAIN_KINDS = ("plain", "device", "lookup")
+"""Checks that need a daemon and nothing done to it."""
 CHECKS = [
     name
-    for kind in ("plain", "restart", "fault")
+    for kind in (*PLAIN_KINDS, "restart", "fault")
     for name in re.findall(r"@check\ndef (\w+)\(", (HERE / f"{kind}_checks.py").read_text())
 ]
 CAPACITY_BYTES = 16 << 20
@@ -80,7 +82,9 @@ def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> 
     """The checks that need a daemon, and those that need it killed, with the real one."""
     with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
         socket = daemon.attach("pod-toy")
-        results = run_checks(python, "plain", socket, folder, overlay)
+        results: dict[str, str] = {}
+        for kind in PLAIN_KINDS:
+            results |= run_checks(python, kind, socket, folder, overlay)
         keeper = threading.Thread(target=keep_pool, args=(daemon, commands, answers))
         keeper.start()
         try:

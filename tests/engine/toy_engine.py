@@ -6,7 +6,7 @@ No pytest here: it runs under the Python of a vLLM environment.
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvoffload.protocol.messages import Hello
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.transfer.host import HostTransfer
 from kvoffload_engine.transfer.plan import CopyPlan, DeviceTensors
-from kvoffload_engine.worker import KVOffloadWorker
+from kvoffload_engine.worker import KVOffloadWorker, Transfer
 
 NUM_LAYERS, PAGE_BYTES, NUM_BLOCKS = 3, 4096, 64
 REQUESTS_PER_STEP = 8
@@ -66,7 +66,8 @@ class HeldTransfer(HostTransfer):
 
 
 class ToyEngine:
-    """Two ranks and a scheduler in this process, on CPU tensors."""
+    """Two ranks and a scheduler in this process, on CPU tensors; `transfers` are the ranks' own, where a check gives
+    them."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class ToyEngine:
         part: str = "all",
         identity: bytes = b"i" * 32,
         step_seconds: float = 0.5,
-        make_transfer: Callable[[], HostTransfer] = HostTransfer,
+        transfers: Sequence[Transfer] = (),
     ) -> None:
         self.engine_id = f"toy-{time.monotonic_ns()}"
         self.caches = [
@@ -110,7 +111,7 @@ class ToyEngine:
                     np.array([tensor.stride(0) for tensor in cache], dtype=np.int64),
                     NUM_BLOCKS,
                 ),
-                transfer=make_transfer(),
+                transfer=transfers[rank] if transfers else HostTransfer(),
             )
             worker.start()
             self.workers.append(worker)

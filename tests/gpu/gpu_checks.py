@@ -7,6 +7,7 @@ region is a memfd, mapped as a worker maps it.
 
 import json
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvoffload.layout.pages import build_part_layout
 from kvoffload_engine.mapping import RegionMapping
@@ -21,7 +31,11 @@ from kvoffload_engine.transfer.cuda import DeviceTransfer
 from kvoffload_engine.transfer.plan import WHOLE, CopyPlan, DeviceTensors, Stripe, plan_copy
 
 NUM_LAYERS, PAGE_BYTES, NUM_BLOCKS = 32, 73728, 512
+"""A page of latent attention: 64 tokens of 576 numbers."""
+SMALL_PAGE_BYTES = 18432
+"""The same of 16 tokens: below 28 KiB vLLM's worker loads by a kernel, and not by the copy engine."""
 NUM_SLOTS = 256
+ROUNDS = 7
 EXTENT_BYTES = 64 << 20
 CHECKS: dict[str, Callable[[], Any]] = {}
 
@@ -34,8 +48,8 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
 class Rig:
     """KV caches on the GPU and a region in host memory."""
 
-    def __init__(self) -> None:
-        self.layout = build_part_layout([[(layer, PAGE_BYTES) for layer in range(NUM_LAYERS)]], blocks_per_chunk=1)
+    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
+        self.layout = build_part_layout([[(layer, page_bytes) for layer in range(NUM_LAYERS)]], blocks_per_chunk=1)
         self.slot_bytes = self.layout.part_bytes
         self.region_bytes = -(-NUM_SLOTS * self.slot_bytes // EXTENT_BYTES) * EXTENT_BYTES
         descriptor = os.memfd_create("kvoffload-gpu")
@@ -43,7 +57,7 @@ class Rig:
         self.mapping = RegionMapping(descriptor, self.region_bytes, 1)
         os.close(descriptor)
         self.caches = [
-            torch.randint(-128, 127, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8, device="cuda")
+            torch.randint(-128, 127, (NUM_BLOCKS, page_bytes), dtype=torch.int8, device="cuda")
             for _ in range(NUM_LAYERS)
         ]
         self.tensors = DeviceTensors(
@@ -199,6 +213,85 @@ def bandwidth_beside_one_large_pinned_copy() -> dict[str, Any]:
         "one_copy_load_gb_per_s": rates["load"],
         "device": torch.cuda.get_device_name(),
     }
+
+
+class Theirs:
+    """vLLM's own offload worker over the same KV caches, with host memory as its spec makes it: the shared
+    region, which it registers; or pinned tensors where /dev/shm has no room."""
+
+    def __init__(self, rig: Rig) -> None:
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(cache, cache.shape[1]) for cache in rig.caches],
+            [[CanonicalKVCacheRef(layer, cache.shape[1]) for layer, cache in enumerate(rig.caches)]],
+        )
+        self.memory = "its shared region"
+        try:
+            region = SharedOffloadRegion(
+                engine_id=f"kvoffload-gpu-{os.getpid()}-{rig.slot_bytes}",
+                num_chunks=NUM_SLOTS,
+                rank=0,
+                kv_bytes_per_chunk=rig.slot_bytes,
+                cpu_page_size=rig.slot_bytes,
+                barrier=lambda: None,
+            )
+        except Exception as error:  # noqa: BLE001 - a container's /dev/shm may be 64 MiB
+            region, self.memory = None, f"pinned tensors ({type(error).__name__}: {error})"
+        self.worker = CPUOffloadingWorker(caches, 1, NUM_SLOTS, mmap_region=region)
+        if region is not None and not region.is_pinned:
+            self.memory += ", not registered"
+        self.jobs = 0
+
+    def run(self, blocks: list[int], chunks: list[int], *, is_store: bool) -> float:
+        """Copy and wait; seconds on the device, as its own statistics have them."""
+        self.jobs += 1
+        device = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+        if is_store:
+            self.worker.submit_store(self.jobs, device, CPULoadStoreSpec(chunks))
+        else:
+            self.worker.submit_load(self.jobs, CPULoadStoreSpec(chunks), device)
+        self.worker.wait({self.jobs})
+        (result,) = self.worker.get_finished()
+        assert result.job_id == self.jobs
+        return float(result.transfer_time)
+
+
+def compare_with_vllm(page_bytes: int) -> dict[str, Any]:
+    """Seconds on the device of the same copies by both workers, in turns; a rate of ours by the rate of theirs."""
+    rig = Rig(page_bytes)
+    theirs = Theirs(rig)
+    blocks, slots = list(range(NUM_SLOTS)), list(range(NUM_SLOTS))
+    plan = rig.plan(blocks, slots)
+    rig.run(plan, to_region=True)
+    rig.wait_until_registered()
+    wanted = [cache[:NUM_SLOTS].clone() for cache in rig.caches]
+    figures: dict[str, Any] = {"bytes": plan.total_bytes, "page_bytes": page_bytes, "vllm_memory": theirs.memory}
+    for name, is_store in (("store", True), ("load", False)):
+        rig.run(plan, to_region=is_store), theirs.run(blocks, slots, is_store=is_store)  # warm both
+        seconds = [
+            (rig.run(plan, to_region=is_store), theirs.run(blocks, slots, is_store=is_store)) for _ in range(ROUNDS)
+        ]
+        ours, vllms = (statistics.median(column) for column in zip(*seconds, strict=True))
+        figures[f"{name}_gb_per_s"] = plan.total_bytes / ours / 1e9
+        figures[f"{name}_vllm_gb_per_s"] = plan.total_bytes / vllms / 1e9
+        figures[f"{name}_rate_by_vllms"] = vllms / ours
+    torch.cuda.synchronize()
+    assert all(torch.equal(cache[:NUM_SLOTS], one) for cache, one in zip(rig.caches, wanted, strict=True))
+    pinning = rig.transfer._pinning
+    figures["registered_extents"] = pinning.num_registered if pinning is not None else 0
+    figures["registration_refused"] = rig.transfer.registration_refused
+    theirs.worker.shutdown()
+    rig.close()
+    return figures
+
+
+@check
+def bandwidth_beside_vllms_own_worker() -> dict[str, Any]:
+    return compare_with_vllm(PAGE_BYTES)
+
+
+@check
+def bandwidth_beside_vllms_own_worker_with_small_pages() -> dict[str, Any]:
+    return compare_with_vllm(SMALL_PAGE_BYTES)
 
 
 def main() -> None:

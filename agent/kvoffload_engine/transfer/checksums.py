@@ -57,5 +57,15 @@ class PageChecksums:
         return ""
 
     def _sample(self, plan: CopyPlan) -> npt.NDArray[np.bool_]:
-        """Spread over slots and pages by their place, the same for every store to it."""
-        return np.equal((plan.checksum_addresses // 8) % self._every, 0)
+        """Chosen by the page's place, the same for every store to it."""
+        chosen: npt.NDArray[np.bool_] = _scattered(plan.checksum_addresses) % np.uint64(self._every) == 0
+        return chosen
+
+
+def _scattered(places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """The places as numbers in which no step from slot to slot is left (splitmix64's end): slots are multiples of 64
+    bytes, so without it the same pages of every slot would be chosen, and where slots have few pages, none."""
+    mixed = places.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -163,6 +163,9 @@ class VllmDevice:
 
         self._torch = torch
         self._swap = _custom_ops.swap_blocks_batch
+        self._index = torch.cuda.current_device()
+        """This rank's device. A thread that is not the worker's own begins on device 0, where a call would make a
+        context of its own and take hundreds of MB from another rank."""
 
     def current_stream(self) -> Any:
         """As vLLM sees it."""
@@ -194,12 +197,13 @@ class VllmDevice:
 
     def register(self, address: int, num_bytes: int) -> str:
         """`cudaHostRegister`, through torch's own runtime."""
-        runtime = self._torch.cuda.cudart()
-        status = runtime.cudaHostRegister(address, num_bytes, 0)
+        with self._torch.cuda.device(self._index):
+            status = self._torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         return "" if int(status) == 0 else f"cudaHostRegister of {num_bytes} bytes: {status}"
 
     def unregister(self, address: int) -> None:
         """`cudaHostUnregister`."""
-        status = self._torch.cuda.cudart().cudaHostUnregister(address)
+        with self._torch.cuda.device(self._index):
+            status = self._torch.cuda.cudart().cudaHostUnregister(address)
         if int(status) != 0:
             logger.warning("kvoffload: cudaHostUnregister: %s", status)
