@@ -8,7 +8,7 @@ import pytest
 from engine_process import EngineProcess, make_prompt
 from overlays import IMPORTABLE, RUNNABLE, ensure_overlay
 from pool_daemon import PoolDaemon
-from test_no_model import run_with_daemon, run_with_faults
+from test_no_model import run_with_daemon, run_with_faults, run_with_region
 
 from hack.vllm.environment import ensure_vllm_environment
 from kvoffload_engine.compat import NEWEST, OLDEST, parse_minor
@@ -22,6 +22,7 @@ def failures(version: str, folder: Path, *, with_faults: bool) -> dict[str, str]
     results = run_with_daemon(python, folder / "daemon", overlay)
     if with_faults:
         results |= run_with_faults(python, folder / "faults", overlay)
+        results |= run_with_region(python, folder / "region", overlay)
     assert len(results) >= 8
     return {name: result for name, result in results.items() if result != "ok"}
 
