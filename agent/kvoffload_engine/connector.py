@@ -338,8 +338,8 @@ def explain(error: Exception) -> tuple[str, str]:
     if isinstance(error, LayoutRefused):
         return error.reason.value, str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{place.name}, {Path(place.filename).name} line {place.lineno}"
-    return PreflightReason.CONNECTOR_FAILED.value, f"{type(error).__name__} in {where}: {error}"
+    raised = f"{type(error).__name__} in {place.name}, {Path(place.filename).name} line {place.lineno}"
+    return PreflightReason.CONNECTOR_FAILED.value, f"{raised}: {error}" if str(error) else raised
 
 
 def socket_path(vllm_config: Any) -> str:
