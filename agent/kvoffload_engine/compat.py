@@ -2,7 +2,7 @@
 
 0.28, 0.29   no `failed_recving`: failed loads are invalid block ids, with one KV cache group only
 0.30         `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
-0.31         `kv_tp_replicas`
+0.31         `kv_tp_replicas`; KV cache groups that are not offloaded
 0.33         manager.lock, config_info, submit_load(expedited=): inherited defaults do
 """
 
@@ -88,7 +88,10 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
         "OffloadingWorkerMetadata.aggregate",
         "OffloadingConnectorMetadata",
     ),
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorHandshakeMetadata",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": (
+        "KVConnectorHandshakeMetadata",
+        "KVConnectorRole.SCHEDULER",
+    ),
     "vllm.engine.arg_utils": ("EngineArgs.create_engine_config",),
     "vllm.v1.engine.core": ("EngineCore.collective_rpc",),
     "vllm.v1.core.sched.scheduler": ("Scheduler.get_kv_connector",),
@@ -116,6 +119,17 @@ def reports_failed_receives() -> bool:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return hasattr(base, "KVConnectorTransferResults")
+
+
+def offloaded_groups(kv_cache_config: Any) -> list[Any]:
+    """The KV cache groups that vLLM offloads, in its order. From 0.31 on it leaves out those that no later request can
+    use (a ring of raw keys, a window that is replayed)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
+
+    groups = list(kv_cache_config.kv_cache_groups)
+    if not hasattr(config, "get_offloading_group_ids"):
+        return groups
+    return [groups[group_id] for group_id in config.get_offloading_group_ids(kv_cache_config)]
 
 
 def none_hash() -> bytes:

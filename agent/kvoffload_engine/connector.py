@@ -9,17 +9,24 @@ Runs in vLLM's engine core (scheduler role) and in each worker (worker role); vL
     scheduler  set_xfer_handshake_metadata_pp_aware -> KVOffloadManager.connect
                get_num_new_matched_tokens -> begin_lookup, then vLLM's own look-ups, which find their answer there
 
-Whatever is raised while it is built makes it inert: vLLM then has a connector that finds and stores nothing.
+Whatever is raised while it is built makes it inert: vLLM then has a connector that finds and stores nothing. A worker
+tells the scheduler why, in place of its identity; the scheduler alone tells the daemon, once.
 """
 
 import functools
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -28,23 +35,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvoffload import __version__
-from kvoffload.errors import KVOffloadError
-from kvoffload.layout.gate import LayoutDecision
+from kvoffload.errors import UnsupportedEngine
+from kvoffload.layout.gate import LayoutDecision, LayoutVerdict
 from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine import compat
 from kvoffload_engine.environment import SOCKET_VARIABLE
 from kvoffload_engine.facts import WorkerFacts, observe_worker
 from kvoffload_engine.log import logger
 from kvoffload_engine.manager import KVOffloadManager
+from kvoffload_engine.plugin import leave_alone
+from kvoffload_engine.preflight import PreflightReason
 from kvoffload_engine.transfer.checksums import PageChecksums
 from kvoffload_engine.worker import KVOffloadWorker
 
 
 @dataclass
 class WorkerIdentity(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once: the identity of the engine's bytes."""
+    """What a worker tells the scheduler once: the identity of the engine's bytes, or why it runs without offload."""
 
     digest: bytes
+    inert_reason: str = ""
+    inert_because: str = ""
 
 
 @dataclass
@@ -65,11 +76,21 @@ class KVOffloadWorkerMetadata(OffloadingWorkerMetadata):
         return KVOffloadWorkerMetadata(**theirs, failed_loads=merged, pageable=pageable)
 
 
+class LayoutRefused(UnsupportedEngine):
+    """The gate says that this engine gets no offload."""
+
+    def __init__(self, verdict: LayoutVerdict) -> None:
+        super().__init__(verdict.message)
+        self.reason = verdict.reason
+
+
 class KVOffloadConnector(OffloadingConnector):
     """See the module's docstring."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        self._inert_because = ""
+        self._config = vllm_config
+        self._is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._inert_reason = self._inert_because = ""
         self._process = os.urandom(16)  # names this process in every `Hello`
         self._identity: WorkerIdentity | None = None
         self._failed_loads: dict[str, bool] = {}
@@ -79,17 +100,20 @@ class KVOffloadConnector(OffloadingConnector):
         self.connector_scheduler: Any = None
         try:
             super().__init__(vllm_config, role, kv_cache_config)
+            if self.connector_scheduler is not None:
+                compat.watch_weight_updates(KVOffloadConnector)
+            if self.connector_worker is not None:
+                self.connector_worker.spec.build_worker = functools.partial(self._build_worker, kv_cache_config)
         except Exception as error:  # noqa: BLE001 - vLLM must start without us
-            self._become_inert(f"{type(error).__name__}: {error}")
-        self._config = vllm_config
-        if self.connector_scheduler is not None:
-            compat.watch_weight_updates(KVOffloadConnector)
-        if self.connector_worker is not None:
-            self.connector_worker.spec.build_worker = functools.partial(self._build_worker, kv_cache_config)
+            self._become_inert(*explain(error))
 
-    def _become_inert(self, because: str) -> None:
-        self._inert_because = because
-        logger.warning("kvoffload: this engine runs without offload: %s", because)
+    def _become_inert(self, reason: str, because: str) -> None:
+        """From now on every method does nothing."""
+        self._inert_reason, self._inert_because = reason, because
+        if self._is_scheduler:
+            leave_alone(reason, because, self._config, socket_path(self._config))
+        else:
+            logger.warning("kvoffload: this engine runs without offload: %s: %s", reason, because)
 
     @property
     def _manager(self) -> KVOffloadManager:
@@ -109,7 +133,7 @@ class KVOffloadConnector(OffloadingConnector):
         self._register(super().register_kv_caches, kv_caches)
 
     def register_cross_layers_kv_cache(self, *arguments: Any) -> None:
-        """As above, where vLLM keeps all layers of a block together (up to 0.31)."""
+        """As above, where vLLM keeps all layers of a block together (0.28)."""
         self._register(super().register_cross_layers_kv_cache, *arguments)
 
     def _register(self, register: Callable[..., None], *arguments: Any) -> None:
@@ -118,7 +142,7 @@ class KVOffloadConnector(OffloadingConnector):
         try:
             register(*arguments)
         except Exception as error:  # noqa: BLE001 - as in __init__
-            self._become_inert(f"{type(error).__name__}: {error}")
+            self._become_inert(*explain(error))
 
     def _build_worker(self, kv_cache_config: Any, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
         facts = observe_worker(self._config, kv_cache_config, kv_caches)
@@ -127,7 +151,7 @@ class KVOffloadConnector(OffloadingConnector):
             "kvoffload rank %d: %s (%s): %s", facts.rank, verdict.decision.value, verdict.reason.value, verdict.message
         )
         if verdict.decision is LayoutDecision.NO_OFFLOAD:
-            raise KVOffloadError(f"{verdict.reason.value}: {verdict.message}")
+            raise LayoutRefused(verdict)
         self._identity = WorkerIdentity(facts.identity.digest)
         worker = KVOffloadWorker(
             rank=facts.rank,
@@ -142,7 +166,9 @@ class KVOffloadConnector(OffloadingConnector):
         return worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """The identity, for the scheduler; none where this worker runs without offload."""
+        """The identity, for the scheduler, or why this worker runs without offload."""
+        if self._inert_because:
+            return WorkerIdentity(b"", self._inert_reason, self._inert_because)
         return self._identity
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -205,10 +231,16 @@ class KVOffloadConnector(OffloadingConnector):
         if self._inert_because:
             return
         parallel = self._config.parallel_config
+        inert = [one for one in metadata.values() if one.inert_because]
+        if inert:
+            says_so = f"{inert[0].inert_because} (in {len(inert)} of {parallel.world_size} workers)"
+            self._become_inert(inert[0].inert_reason, says_so)
+            return
         digests = {one.digest for one in metadata.values()}
         if len(metadata) != parallel.world_size or len(digests) != 1:
             self._become_inert(
-                f"{len(metadata)} of {parallel.world_size} workers attached, with {len(digests)} different identities"
+                PreflightReason.WORKERS_DIFFER.value,
+                f"{len(metadata)} of {parallel.world_size} workers attached, with {len(digests)} different identities",
             )
             return
         self._manager.connect(
@@ -235,6 +267,13 @@ class KVOffloadConnector(OffloadingConnector):
             self._manager.begin_lookup(request.request_id, compat.request_keys(state))
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM's count of what was found, by tier (0.32 and newer)."""
+        if self._inert_because:
+            return {}
+        sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return sources
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM plans the load of what was found."""
@@ -291,6 +330,16 @@ class KVOffloadConnector(OffloadingConnector):
     def get_kv_connector_stats(self) -> Any:
         """vLLM's own transfer statistics."""
         return None if self._inert_because else super().get_kv_connector_stats()
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """Reason and message of what was raised while the connector was built; an error that says nothing is told by its
+    place."""
+    if isinstance(error, LayoutRefused):
+        return error.reason.value, str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    raised = f"{type(error).__name__} in {place.name}, {Path(place.filename).name} line {place.lineno}"
+    return PreflightReason.CONNECTOR_FAILED.value, f"{raised}: {error}" if str(error) else raised
 
 
 def socket_path(vllm_config: Any) -> str:

@@ -4,7 +4,7 @@ Runs in vLLM's workers; called once by `kvoffload_engine.connector` when vLLM re
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,9 @@ class WorkerFacts:
 def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalKVCaches) -> WorkerFacts:
     """Collect the facts of this worker."""
     parallel = vllm_config.parallel_config
-    specs = layer_specs(kv_cache_config)
-    layers = observe_layers(kv_cache_config, kv_caches, specs)
+    groups = compat.offloaded_groups(kv_cache_config)
+    specs = layer_specs(groups)
+    layers = observe_layers(groups, kv_caches, specs)
     checksums = checksum_mode(os.environ)
     page_table = [[(ref.tensor_idx, int(ref.page_size_bytes)) for ref in group] for group in kv_caches.group_data_refs]
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -60,6 +61,8 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
             num_nodes=compat.num_nodes(parallel),
             executor=compat.executor_name(parallel),
             kv_tp_replicas=compat.kv_tp_replicas(kv_cache_config),
+            num_groups=len(kv_cache_config.kv_cache_groups),
+            reports_failed_receives=compat.reports_failed_receives(),
             replication_allowed=is_replication_allowed(os.environ),
         )
     )
@@ -67,7 +70,7 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
         vllm_version_minor=compat.require_supported_version(compat.installed_version()),
         vllm_config=vllm_config,
         layers=layers,
-        groups=[(group.kv_cache_spec.block_size, group.layer_names) for group in kv_cache_config.kv_cache_groups],
+        groups=[(group.kv_cache_spec.block_size, group.layer_names) for group in groups],
         page_table=page_table,
         blocks_per_chunk=blocks_per_chunk,
         tokens_per_hash=int(getattr(vllm_config.cache_config, "hash_block_size", None) or 0),
@@ -92,21 +95,21 @@ def checksum_mode(environment: Mapping[str, str]) -> str:
     return "full"
 
 
-def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+def layer_specs(groups: Sequence[Any]) -> dict[str, Any]:
     """Each layer's own spec: a uniform group holds one for each layer, other groups one for all."""
     specs: dict[str, Any] = {}
-    for group in kv_cache_config.kv_cache_groups:
+    for group in groups:
         per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
         for name in group.layer_names:
             specs[name] = per_layer.get(name, group.kv_cache_spec)
     return specs
 
 
-def observe_layers(kv_cache_config: Any, kv_caches: CanonicalKVCaches, specs: dict[str, Any]) -> list[LayerFacts]:
-    """One entry a layer, in the order of groups and layers; the mapping is there where each layer has its own
-    page."""
+def observe_layers(groups: Sequence[Any], kv_caches: CanonicalKVCaches, specs: dict[str, Any]) -> list[LayerFacts]:
+    """One entry a layer, in the order of the groups that vLLM offloads and of their layers; the mapping is there where
+    each layer has its own page."""
     layers: list[LayerFacts] = []
-    for group, refs in zip(kv_cache_config.kv_cache_groups, kv_caches.group_data_refs, strict=True):
+    for group, refs in zip(groups, kv_caches.group_data_refs, strict=True):
         names = list(group.layer_names)
         mappings = [ref.mapping for ref in refs] if len(refs) == len(names) else [None] * len(names)
         for name, mapping in zip(names, mappings, strict=True):

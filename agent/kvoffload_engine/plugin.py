@@ -200,11 +200,13 @@ def restore_multimodal(config: Any, as_asked: Any) -> None:
             setattr(ours, name, getattr(users, name))
 
 
-def leave_alone(reason: str, message: str, config: Any = None) -> None:
-    """One line for the log, and for the node's daemons while this engine lives. Never raises."""
+def leave_alone(reason: str, message: str, config: Any = None, socket_path: str = "") -> None:
+    """One line for the log, and for the node's daemons while this engine lives. Never raises, never waits.
+
+    An inert connector calls it too, with the socket of its configuration; else it is the environment's."""
     logger.warning("kvoffload: this engine runs without offload: %s: %s", reason, message)
     try:
-        tell_daemon(reason, message, config)
+        tell_daemon(reason, message, config, socket_path or os.environ[SOCKET_VARIABLE])
     except Exception as error:  # noqa: BLE001 - as in register
         logger.info("kvoffload: the node daemon cannot be told: %s: %s", type(error).__name__, error)
 
@@ -213,7 +215,7 @@ _telling: "list[Connector]" = []
 """What tells why; kept, so that the status shows this engine while it lives, also after a restart of the daemon."""
 
 
-def tell_daemon(reason: str, message: str, config: Any) -> None:
+def tell_daemon(reason: str, message: str, config: Any, socket_path: str) -> None:
     """Begin to tell the daemon why, in a thread of the connector's own, whenever there is a daemon that listens."""
     from kvoffload.protocol.client import Connector
     from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Hello, Report
@@ -233,7 +235,7 @@ def tell_daemon(reason: str, message: str, config: Any) -> None:
         process=os.urandom(16),
     )
     connector = Connector(
-        os.environ[SOCKET_VARIABLE],
+        socket_path,
         make_hello=lambda: hello,
         on_connected=lambda session: session.send(Report(note=f"{reason}: {message}"[:8192])),
         on_readable=lambda session: session.receive(),

@@ -36,6 +36,8 @@ class PreflightReason(str, Enum):
     PREFIX_MATCH_UNIT = "PrefixMatchUnit"
     CONFIGURATION_FAILED = "ConfigurationFailed"
     PLUGIN_ERROR = "PluginError"
+    CONNECTOR_FAILED = "ConnectorFailed"
+    WORKERS_DIFFER = "WorkersDiffer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 API server that is away; the last word of a daemon that stops.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from daemon_process import DaemonProcess, wait_until
 from kvoffload.protocol.messages import Drain
 from kvoffload_engine import plugin
 from kvoffload_engine.environment import SOCKET_VARIABLE
+from stub_vllm import install
 
 CAPACITY_BYTES = 16 << 20
 REPORT_SECONDS = 60.0
@@ -174,26 +176,58 @@ def test_a_daemon_that_is_told_to_stop_says_so_before_it_ends(daemon: DaemonProc
     assert "told to stop" in ready["message"]
 
 
+def told(daemon: DaemonProcess) -> list[tuple[str, str, str]]:
+    """The engines of the status, as it was last told."""
+    assert daemon.api is not None
+    engines = daemon.api.statuses[-1].get("engines", []) if daemon.api.statuses else []
+    return [(engine["confirmedLayout"], engine["reason"], engine["message"]) for engine in engines]
+
+
 def test_an_engine_that_runs_without_offload_tells_a_restarted_daemon_why(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = daemon.api
     assert api is not None
-
-    def told() -> list[tuple[str, str, str]]:
-        engines = api.statuses[-1].get("engines", []) if api.statuses else []
-        return [(engine["confirmedLayout"], engine["reason"], engine["message"]) for engine in engines]
-
     monkeypatch.setenv(SOCKET_VARIABLE, str(daemon.attach("pod")))
     monkeypatch.setattr(plugin, "_telling", [])
     plugin.leave_alone("MultiNode", "the engine spans 2 nodes, needed 1")
     expected = [("left-alone", "MultiNode", "MultiNode: the engine spans 2 nodes, needed 1")]
     try:
-        wait_until(lambda: told() == expected, timeout_seconds=REPORT_SECONDS)
+        wait_until(lambda: told(daemon) == expected, timeout_seconds=REPORT_SECONDS)
         daemon.kill()
         api.statuses.clear()
         daemon.start()
-        wait_until(lambda: told() == expected, timeout_seconds=REPORT_SECONDS)
+        wait_until(lambda: told(daemon) == expected, timeout_seconds=REPORT_SECONDS)
+    finally:
+        for connector in plugin._telling:
+            connector.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "reason", "message"),
+    [
+        ("0.34.0", "UnsupportedVersion", "vLLM 0.34.0 is not supported, needed 0.28 to 0.33"),
+        ("0.32.0", "MissingName", "this vLLM has no vllm.v1.kv_offload.base.LookupResult.RETRY"),
+    ],
+    ids=["a vLLM of tomorrow", "a vLLM that lacks a name"],
+)
+def test_what_the_plugin_decides_stands_in_the_status_once(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, version: str, reason: str, message: str
+) -> None:
+    arguments = install(monkeypatch, daemon.attach("pod"))
+    sys.modules["vllm"].__version__ = version
+    del sys.modules["vllm.v1.kv_offload.base"].LookupResult.RETRY
+    monkeypatch.setattr(plugin, "_telling", [])
+    plugin.register()
+    try:
+        for _ in range(2):  # as in the API server and the engine core
+            assert arguments().create_engine_config().kv_transfer_config is None
+        wait_until(lambda: told(daemon) != [], timeout_seconds=REPORT_SECONDS)
+        ((layout, said, words),) = told(daemon)
+        assert (layout, said) == ("left-alone", reason)
+        assert words.startswith(f"{reason}: {message}")
+        assert daemon.api is not None
+        assert daemon.api.statuses[-1]["engines"][0]["model"] == "stub"
     finally:
         for connector in plugin._telling:
             connector.close()

@@ -1,4 +1,4 @@
-"""A daemon whose metrics the engine's tests read."""
+"""Daemons whose metrics or status the engine's tests read."""
 
 import socket
 import urllib.request
@@ -26,3 +26,27 @@ class PoolDaemon(DaemonProcess):
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+class RegionDaemon(PoolDaemon):
+    """One that writes its status to a (scripted) API server."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(folder, from_api=True, **options)
+
+    def __enter__(self) -> "RegionDaemon":
+        assert self.api is not None
+        self.api.make_region("first")
+        self.api.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        assert self.api is not None
+        self.api.stop()
+
+    def engines(self) -> list[dict[str, Any]]:
+        """The region's `status.engines`, as it was last told."""
+        assert self.api is not None
+        return list(self.api.statuses[-1].get("engines", [])) if self.api.statuses else []

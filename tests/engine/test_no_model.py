@@ -1,5 +1,5 @@
 """Manager, workers and connector against the real classes of vLLM, without a model: `plain_checks.py`,
-`device_checks.py`, `lookup_checks.py`, `restart_checks.py` and `fault_checks.py`, one test a check.
+`device_checks.py`, `lookup_checks.py`, `restart_checks.py`, `fault_checks.py` and `inert_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import pytest
 from engine_process import ROOT
-from pool_daemon import PoolDaemon
+from pool_daemon import PoolDaemon, RegionDaemon
 
 from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 
@@ -28,7 +28,7 @@ PLAIN_KINDS = ("plain", "device", "lookup")
 """Checks that need a daemon and nothing done to it."""
 CHECKS = [
     name
-    for kind in (*PLAIN_KINDS, "restart", "fault")
+    for kind in (*PLAIN_KINDS, "restart", "fault", "inert")
     for name in re.findall(r"@check\ndef (\w+)\(", (HERE / f"{kind}_checks.py").read_text())
 ]
 CAPACITY_BYTES = 16 << 20
@@ -65,17 +65,21 @@ def pipes(folder: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         yield commands, answers
 
 
-def keep_pool(daemon: PoolDaemon, commands: BinaryIO, answers: BinaryIO) -> None:
-    """Do what the checks say, until they say `end`."""
-    deeds: dict[str, Callable[[], str | None]] = {
-        "kill": daemon.kill,
-        "start": daemon.start,
-        "stop": lambda: daemon.process.send_signal(signal.SIGSTOP),
-        "continue": lambda: daemon.process.send_signal(signal.SIGCONT),
-        "dump": lambda: json.dumps(daemon.metrics()),
-    }
-    while (command := commands.readline().decode().strip()) != "end":
-        answers.write(f"{deeds[command]() or 'done'}\n".encode())
+@contextlib.contextmanager
+def keep(deeds: dict[str, Callable[[], str | None]], commands: BinaryIO, answers: BinaryIO) -> Iterator[None]:
+    """Meanwhile do what the checks say."""
+
+    def obey() -> None:
+        while (command := commands.readline().decode().strip()) != "end":
+            answers.write(f"{deeds[command]() or 'done'}\n".encode())
+
+    keeper = threading.Thread(target=obey)
+    keeper.start()
+    try:
+        yield
+    finally:
+        commands.write(b"end\n")
+        keeper.join()
 
 
 def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
@@ -85,13 +89,23 @@ def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> 
         results: dict[str, str] = {}
         for kind in PLAIN_KINDS:
             results |= run_checks(python, kind, socket, folder, overlay)
-        keeper = threading.Thread(target=keep_pool, args=(daemon, commands, answers))
-        keeper.start()
-        try:
+        deeds: dict[str, Callable[[], str | None]] = {
+            "kill": daemon.kill,
+            "start": daemon.start,
+            "stop": lambda: daemon.process.send_signal(signal.SIGSTOP),
+            "continue": lambda: daemon.process.send_signal(signal.SIGCONT),
+            "dump": lambda: json.dumps(daemon.metrics()),
+        }
+        with keep(deeds, commands, answers):
             return results | run_checks(python, "restart", socket, folder, overlay)
-        finally:
-            commands.write(b"end\n")
-            keeper.join()
+
+
+def run_with_region(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
+    """The checks that ask what the daemon says in the region's status."""
+    with RegionDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
+        deeds = {"engines": lambda: json.dumps(daemon.engines())}
+        with keep(deeds, commands, answers):
+            return run_checks(python, "inert", daemon.attach("pod-inert"), folder, overlay)
 
 
 def run_with_faults(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
@@ -116,6 +130,7 @@ def run_with_faults(python: Path, folder: Path, overlay: Path | None = None) -> 
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     python = ensure_vllm_environment(DEFAULT_VERSION) / "bin" / "python"
     found = run_with_daemon(python, tmp_path_factory.mktemp("daemon"))
+    found |= run_with_region(python, tmp_path_factory.mktemp("region"))
     return {**found, **run_with_faults(python, tmp_path_factory.mktemp("faults"))}
 
 

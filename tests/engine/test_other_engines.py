@@ -1,5 +1,5 @@
-"""Real engines of kinds that the other tests do not have: several KV cache groups, chunks of several blocks, adapters,
-pictures.
+"""Real engines of kinds that the other tests do not have: chunks of several blocks, adapters, pictures, workers
+that cannot offload.
 
 Each starts an engine of its own, which takes half a minute: `make test-long`.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_process import EngineProcess, make_prompt, wait_for_slots
-from pool_daemon import PoolDaemon
+from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
+from pool_daemon import PoolDaemon, RegionDaemon
 
 from hack.vllm.environment import ensure_torchvision
 
@@ -68,33 +68,33 @@ def test_requests_with_an_adapter_share_with_those_of_the_same_adapter_only(pool
     assert wait_for_slots(pool, "leased", 0)
 
 
-def test_two_groups_of_layers_are_loaded_with_the_tokens_of_a_cold_run(pool: PoolDaemon, tmp_path: Path) -> None:
-    """Full attention in one layer, and a sliding window, which keeps the last blocks only, in the other."""
-    prompts = [make_prompt(8100 + index, 300 + 40 * index) for index in range(3)]
-    with EngineProcess(
-        tmp_path,
-        model="tiny-llama",
-        socket=pool.attach("pod-groups"),
-        disable_hybrid_kv_cache_manager=False,
-        block_size=32,
-        hf_overrides={"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
-    ) as engine:
-        engine.rpc("probe_take")
-        cold = engine.generate_cold(prompts)
-        warm = engine.generate_cold(prompts)
-        records = engine.rpc("probe_take")
-        engine.rpc("probe_fault", "zeros")
-        control = engine.generate_cold(prompts)
-        engine.rpc("probe_fault", "")
-    assert min(warm.cached) >= 256
-    assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
-    assert all(one != other for one, other in zip(control.tokens, cold.tokens, strict=True))
-    num_blocks = sum(warm.cached) // 32
-    for one in records:
-        stored = {offset: digest for offset, _, digest in one["stored"]}
-        loaded = {offset: digest for offset, _, digest in one["loaded"]}
-        assert loaded.items() <= stored.items()
-        assert num_blocks < len(loaded) < 2 * num_blocks, "all blocks of the one layer, the last ones of the other"
+def test_an_engine_whose_workers_cannot_offload_serves_as_a_plain_one_and_the_status_says_why(tmp_path: Path) -> None:
+    prompts = [make_prompt(8160), make_prompt(8161)]
+    with (
+        RegionDaemon(tmp_path / "daemon", capacity_bytes=16 << 20) as daemon,
+        EngineProcess(
+            tmp_path / "engine",
+            model="tiny-llama",
+            socket=daemon.attach("pod-failing"),
+            probe=False,
+            worker_extension_cls="failing_worker.Extension",
+        ) as engine,
+    ):
+        first = engine.generate_cold(prompts)
+        engine.reset_prefix_cache(connector=True)
+        again = engine.generate(prompts)
+        assert eventually(lambda: len(daemon.engines()) == 1, 60)
+        (told,) = daemon.engines()
+        assert (told["confirmedLayout"], told["reason"]) == ("left-alone", "ConnectorFailed")
+        assert "NotImplementedError in register_kv_caches, failing_worker.py" in told["message"]
+        assert "(in 2 of 2 workers)" in told["message"]
+        assert daemon.metrics()['kvoffload_engines{layout="left-alone"}'] == 1
+        assert daemon.metrics()['kvoffload_engines{layout="pending"}'] == 0
+    with EngineProcess(tmp_path / "plain", model="tiny-llama", socket=None) as engine:
+        plain = engine.generate_cold(prompts)
+    assert first.cached == again.cached == [0, 0]
+    assert (first.tokens, first.logprobs) == (plain.tokens, plain.logprobs)
+    assert (again.tokens, again.logprobs) == (plain.tokens, plain.logprobs)
 
 
 def test_chunks_of_three_blocks_are_loaded_from_the_middle_of_one(pool: PoolDaemon, tmp_path: Path) -> None:

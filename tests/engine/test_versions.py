@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from engine_process import EngineProcess, make_prompt
+from engine_process import EngineProcess, eventually, make_prompt
 from overlays import IMPORTABLE, RUNNABLE, ensure_overlay
-from pool_daemon import PoolDaemon
-from test_no_model import run_with_daemon, run_with_faults
+from pool_daemon import PoolDaemon, RegionDaemon
+from test_no_model import run_with_daemon, run_with_faults, run_with_region
+from test_two_groups import TWO_GROUPS
 
 from hack.vllm.environment import ensure_vllm_environment
 from kvoffload_engine.compat import NEWEST, OLDEST, parse_minor
@@ -22,6 +23,7 @@ def failures(version: str, folder: Path, *, with_faults: bool) -> dict[str, str]
     results = run_with_daemon(python, folder / "daemon", overlay)
     if with_faults:
         results |= run_with_faults(python, folder / "faults", overlay)
+        results |= run_with_region(python, folder / "region", overlay)
     assert len(results) >= 8
     return {name: result for name, result in results.items() if result != "ok"}
 
@@ -109,3 +111,26 @@ def test_ranks_that_hold_the_same_head_keep_one_copy(pool: PoolDaemon, tmp_path:
     stored = {offset: digest for one in records for offset, _, digest in one["stored"]}
     for one in records:
         assert {offset: digest for offset, _, digest in one["loaded"]}.items() <= stored.items()
+
+
+@pytest.mark.long
+def test_two_groups_are_declined_where_a_failed_load_would_end_the_engine(tmp_path: Path) -> None:
+    prompt = make_prompt(8150)
+    with (
+        RegionDaemon(tmp_path / "daemon", capacity_bytes=16 << 20) as daemon,
+        EngineProcess(
+            tmp_path / "engine",
+            model="tiny-llama",
+            socket=daemon.attach("pod-old"),
+            overlay=ensure_overlay("0.29.0"),
+            probe=False,
+            **TWO_GROUPS,
+        ) as engine,
+    ):
+        first, again = engine.generate_cold([prompt]), engine.generate_cold([prompt])
+        assert again.cached == [0]
+        assert again.tokens == first.tokens
+        message = "SeveralGroups: the model has 2 KV cache groups, needed 1: a failed load would end the engine"
+        assert engine.lines(message)
+        assert eventually(lambda: [one["reason"] for one in daemon.engines()] == ["SeveralGroups"], 60)
+        assert daemon.engines()[0]["message"].startswith(message)

@@ -45,6 +45,7 @@ class LayoutReason(str, Enum):
     EXECUTOR_UNSUPPORTED = "ExecutorUnsupported"
     MULTI_NODE = "MultiNode"
     NO_KV_BYTES = "NoKVBytes"
+    SEVERAL_GROUPS = "SeveralGroups"
     # per rank
     ONE_RANK = "OneRank"
     FORBIDDEN = "ReplicationForbidden"
@@ -95,6 +96,10 @@ class GateFacts:
     executor: str = "mp"
     kv_tp_replicas: int | None = None
     """Ranks that hold the same KV by vLLM's own count (0.31 and newer), None where it does not say."""
+    num_groups: int = 1
+    """KV cache groups of the engine: layers whose blocks vLLM hands out together."""
+    reports_failed_receives: bool = True
+    """Whether this vLLM lets a connector name the requests whose load failed (0.30 and newer)."""
     replication_allowed: bool = True
     """False: the pool says `replicatedLayout: Never`, or the webhook vetoed it."""
 
@@ -147,6 +152,18 @@ def has_no_kv_bytes(facts: GateFacts) -> Violation | None:
         return None
     found = f"layer {empty[0]} has pages of 0 bytes" if empty else "this rank has no KV cache layer"
     return Violation(LayoutReason.NO_KV_BYTES, f"{found}, needed at least 1 byte a block")
+
+
+def failed_load_ends_the_engine(facts: GateFacts) -> Violation | None:
+    """Before 0.30 failed loads are invalid block ids, which vLLM's scheduler takes of one cache group only: with more
+    it raises, and its engine core ends."""
+    if facts.reports_failed_receives or facts.num_groups == 1:
+        return None
+    return Violation(
+        LayoutReason.SEVERAL_GROUPS,
+        f"the model has {facts.num_groups} KV cache groups, needed 1: a failed load would end the engine; use vLLM "
+        "0.30 or newer",
+    )
 
 
 def is_one_rank(facts: GateFacts) -> Violation | None:
@@ -243,7 +260,12 @@ def mapping_says_otherwise(facts: GateFacts) -> Violation | None:
     return None
 
 
-NO_OFFLOAD_CHECKS: tuple[Check, ...] = (executor_is_unsupported, spans_several_nodes, has_no_kv_bytes)
+NO_OFFLOAD_CHECKS: tuple[Check, ...] = (
+    executor_is_unsupported,
+    spans_several_nodes,
+    has_no_kv_bytes,
+    failed_load_ends_the_engine,
+)
 PER_RANK_CHECKS: tuple[Check, ...] = (
     is_one_rank,
     replication_is_forbidden,

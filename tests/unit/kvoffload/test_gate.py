@@ -108,6 +108,19 @@ TABLE = [
         LayoutReason.NO_KV_BYTES,
     ),
     # ours
+    (
+        "two groups where a failed load ends the engine",
+        facts(8, num_groups=2, reports_failed_receives=False),
+        LayoutDecision.NO_OFFLOAD,
+        LayoutReason.SEVERAL_GROUPS,
+    ),
+    (
+        "one group there",
+        facts(8, reports_failed_receives=False),
+        LayoutDecision.REPLICATED,
+        LayoutReason.REPLICATED,
+    ),
+    ("two groups elsewhere", facts(8, num_groups=2), LayoutDecision.REPLICATED, LayoutReason.REPLICATED),
     ("the pool says Never", facts(8, replication_allowed=False), LayoutDecision.PER_RANK, LayoutReason.FORBIDDEN),
     (
         "several tokens in one state",

@@ -1,65 +1,24 @@
 """The plugin on a stub of vLLM: whatever that vLLM is or does, it gets a configuration, and `register` never raises."""
 
+import functools
 import json
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvoffload_engine import compat, plugin
 from kvoffload_engine.environment import DECISION_VARIABLE
-
-
-@dataclass
-class StubArgs:
-    """EngineArgs of a stub vLLM."""
-
-    kv_transfer_config: Any = None
-    fails_with_connector: bool = False
-    flips_multimodal: bool = False
-    calls: list[Any] = field(default_factory=list)
-    executor: str = "mp"
-
-    def create_engine_config(self, usage_context: Any = None) -> SimpleNamespace:
-        self.calls.append(self.kv_transfer_config)
-        if self.kv_transfer_config is not None and self.fails_with_connector:
-            raise ValueError("this setting does not go with a connector")
-        flipped = self.flips_multimodal and self.kv_transfer_config is not None
-        return SimpleNamespace(
-            usage_context=usage_context,
-            model_config=SimpleNamespace(
-                is_encoder_decoder=False,
-                runner_type="generate",
-                model="stub",
-                multimodal_config=SimpleNamespace(enable_mm_embeds=flipped, allow_missing_mm_embeddings=flipped),
-            ),
-            cache_config=SimpleNamespace(enable_prefix_caching=True),
-            parallel_config=SimpleNamespace(distributed_executor_backend=self.executor, nnodes_within_dp=1),
-            device_config=SimpleNamespace(device_type="cpu"),
-            kv_transfer_config=self.kv_transfer_config,
-        )
+from stub_vllm import StubArgs, install
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> type[StubArgs]:
-    """A vLLM of version 0.32.0 that has every name."""
-    args = type("EngineArgs", (StubArgs,), {})
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.config")}
-    modules["vllm"].__version__ = "0.32.0"
-    modules["vllm.engine.arg_utils"].EngineArgs = args
-    modules["vllm.config"].KVTransferConfig = lambda **fields: SimpleNamespace(**fields)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(compat, "require_names", lambda: None)
-    monkeypatch.setenv("KVOFFLOAD_SOCKET", str(tmp_path / "nobody.sock"))
-    # Set and deleted, so that what the plugin remembers there is undone after the test.
-    monkeypatch.setenv(DECISION_VARIABLE, "")
-    monkeypatch.delenv(DECISION_VARIABLE)
-    return args
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubArgs]:
+    """Nobody listens at its pool's socket."""
+    return install(monkeypatch, tmp_path / "nobody.sock")
 
 
 def test_a_plain_engine_gets_the_connector(stub: type[StubArgs]) -> None:
@@ -137,17 +96,36 @@ def test_what_a_vllm_lacks_is_said_by_its_name(monkeypatch: pytest.MonkeyPatch) 
         compat.require_names({"vllm.no_such_module": ()})
 
 
-def test_a_missing_name_is_reported_as_a_decision(
-    stub: type[StubArgs], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("module", "path"),
+    [
+        ("vllm.v1.kv_offload.base", "LoadStoreSpec"),
+        ("vllm.v1.kv_offload.base", "LookupResult.RETRY"),
+        ("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector", "OffloadingConnector.get_finished"),
+    ],
+)
+def test_a_name_that_is_gone_is_reported_as_a_decision(
+    stub: type[StubArgs], module: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def lacks() -> None:
-        raise compat.UnsupportedEngine("this vLLM has no Thing.gone")
-
-    monkeypatch.setattr(compat, "require_names", lacks)
+    *classes, name = path.split(".")
+    owner = functools.reduce(getattr, classes, sys.modules[module])
+    delattr(owner, name)
     plugin.register()
     with caplog.at_level(logging.WARNING, "vllm.kvoffload"):
         assert stub().create_engine_config().kv_transfer_config is None
-    assert "MissingName" in one_line(caplog.records)
+    line = one_line(caplog.records)
+    assert "MissingName" in line
+    assert f"this vLLM has no {module}.{path}" in line
+
+
+def test_prefix_caching_switched_off_is_said_and_not_refused(
+    stub: type[StubArgs], caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.register()
+    with caplog.at_level(logging.INFO, "vllm.kvoffload"):
+        assert stub(prefix_caching=False).create_engine_config().kv_transfer_config is not None
+    assert "this engine offloads its KV cache to pool" in caplog.text
+    assert "vLLM's own prefix cache is off" in caplog.text
 
 
 def test_a_setting_that_vllm_refuses_with_a_connector_runs_without_us(
