@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvoffload.layout.rows import REPLICATED_PART
+from kvoffload.layout.rows import HEAD_PART_PREFIX, REPLICATED_PART
 
 REPLICATED_SPEC_CLASSES = frozenset({"MLAAttentionSpec"})
 """Exact names of vLLM's per-layer specs whose pages are the same on every tensor-parallel rank. Subclasses are not:
@@ -303,5 +303,7 @@ def decide_layout(facts: GateFacts) -> LayoutVerdict:
     if shard is not None:
         sharing = facts.layers[0].num_writers
         message = f"vLLM certifies that {sharing} ranks hold the same heads: 1 copy instead of {sharing}"
-        return LayoutVerdict(LayoutDecision.SHARED_HEADS, LayoutReason.SHARED_HEADS, message, f"head-{shard}")
+        return LayoutVerdict(
+            LayoutDecision.SHARED_HEADS, LayoutReason.SHARED_HEADS, message, f"{HEAD_PART_PREFIX}{shard}"
+        )
     return LayoutVerdict(LayoutDecision.PER_RANK, different.reason, different.message, own_part)
