@@ -1,7 +1,9 @@
 """What differs between vLLM versions; the only module that knows. Runs in every vLLM process.
 
+0.28         `compress_ratio` instead of `tokens_per_state`; `register_cross_layers_kv_cache`
 0.28, 0.29   no `failed_recving`: failed loads are invalid block ids, with one KV cache group only
-0.30         `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
+0.30         groups that no prefix is cached of are not offloaded;
+             `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
 0.31         `kv_tp_replicas`
 0.33         manager.lock, config_info, submit_load(expedited=): inherited defaults do
 """
@@ -128,6 +130,17 @@ def none_hash() -> bytes:
 def kv_tp_replicas(kv_cache_config: Any) -> int | None:
     """Ranks with equal KV by vLLM's own count, None before 0.31."""
     return getattr(kv_cache_config, "kv_tp_replicas", None)
+
+
+def offloaded_groups(kv_cache_config: Any) -> list[Any]:
+    """The KV cache groups that vLLM's connector offloads, in its order: all, or those whose prefixes are cached."""
+    groups = kv_cache_config.kv_cache_groups
+    return [groups[number] for number in getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(groups)))]
+
+
+def tokens_per_state(spec: Any) -> Any:
+    """Tokens that one stored state of a layer covers: 1, a number above it where state is compressed, -1 for Mamba."""
+    return getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
 
 
 def num_nodes(parallel_config: Any) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping
 
 from kvoffload.layout.fingerprint import Fingerprint
 from kvoffload.layout.gate import GateFacts, LayerFacts, LayoutVerdict, decide_layout
@@ -105,18 +105,20 @@ def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
 def observe_layers(kv_cache_config: Any, kv_caches: CanonicalKVCaches, specs: dict[str, Any]) -> list[LayerFacts]:
     """One entry a layer, in the order of groups and layers; the mapping is there where each layer has its own
     page."""
+    mappings: dict[str, CanonicalPageMapping | None] = {}
+    for group, refs in zip(compat.offloaded_groups(kv_cache_config), kv_caches.group_data_refs, strict=True):
+        if len(refs) == len(group.layer_names):
+            mappings.update(zip(group.layer_names, [ref.mapping for ref in refs], strict=True))
     layers: list[LayerFacts] = []
-    for group, refs in zip(kv_cache_config.kv_cache_groups, kv_caches.group_data_refs, strict=True):
-        names = list(group.layer_names)
-        mappings = [ref.mapping for ref in refs] if len(refs) == len(names) else [None] * len(names)
-        for name, mapping in zip(names, mappings, strict=True):
-            spec = specs[name]
+    for group in kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            spec, mapping = specs[name], mappings.get(name)
             layers.append(
                 LayerFacts(
                     name=name,
                     spec_class=type(spec).__name__,
                     page_bytes=int(spec.page_size_bytes),
-                    tokens_per_state=getattr(spec, "tokens_per_state", 1),
+                    tokens_per_state=compat.tokens_per_state(spec),
                     num_writers=mapping.num_writers if mapping is not None else None,
                     writer_index=mapping.writer_index if mapping is not None else None,
                 )
