@@ -1,5 +1,5 @@
 """Manager, workers and connector against the real classes of vLLM, without a model: `plain_checks.py`,
-`restart_checks.py` and `fault_checks.py`, one test a check.
+`layout_checks.py`, `restart_checks.py` and `fault_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 CHECKS = [
     name
-    for kind in ("plain", "restart", "fault")
+    for kind in ("plain", "layout", "restart", "fault")
     for name in re.findall(r"@check\ndef (\w+)\(", (HERE / f"{kind}_checks.py").read_text())
 ]
 CAPACITY_BYTES = 16 << 20
@@ -40,6 +40,7 @@ def run_checks(python: Path, kind: str, socket: Path, folder: Path, overlay: Pat
         "PYTHONPATH": os.pathsep.join(path),
         "VLLM_PLUGINS": "",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_TARGET_DEVICE": "cpu",  # 0.33 has no CPU build, and finds no device here
     }
     done = subprocess.run(
         [str(python), str(HERE / f"{kind}_checks.py"), str(socket), str(folder)],
@@ -81,6 +82,7 @@ def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> 
     with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
         socket = daemon.attach("pod-toy")
         results = run_checks(python, "plain", socket, folder, overlay)
+        results |= run_checks(python, "layout", socket, folder, overlay)
         keeper = threading.Thread(target=keep_pool, args=(daemon, commands, answers))
         keeper.start()
         try:

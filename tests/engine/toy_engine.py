@@ -5,7 +5,7 @@ No pytest here: it runs under the Python of a vLLM environment.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,8 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 class ToyEngine:
-    """Two ranks and a scheduler in this process, on CPU tensors."""
+    """Some ranks and a scheduler in this process, on CPU tensors. `parts` names each rank's part, or `part` all of
+    them."""
 
     def __init__(
         self,
@@ -43,10 +44,13 @@ class ToyEngine:
         *,
         ranks: int = 2,
         part: str = "all",
+        parts: Sequence[str] = (),
         identity: bytes = b"i" * 32,
         step_seconds: float = 0.5,
     ) -> None:
         self.engine_id = f"toy-{time.monotonic_ns()}"
+        parts = parts or [part if part == "all" else f"{part}-{rank}" for rank in range(ranks)]
+        ranks = len(parts)
         self.caches = [
             [torch.zeros((NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8) for _ in range(NUM_LAYERS)] for _ in range(ranks)
         ]
@@ -63,7 +67,7 @@ class ToyEngine:
             hello = Hello(
                 role="worker",
                 rank=rank,
-                part=part if part == "all" else f"{part}-{rank}",
+                part=parts[rank],
                 part_bytes=layout.part_bytes,
                 process=os.urandom(16),
                 **common,
@@ -85,6 +89,10 @@ class ToyEngine:
         self.manager = KVOffloadManager(step_seconds=step_seconds)
         hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
         self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: b"none", chunks_per_step=32)
+        self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Until the daemon has told the row of all ranks."""
         self.jobs = 0
         wait_until(lambda: self.manager.link.poll() is not None and self.manager.link.row is not None)
 
