@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 from kvoffload.layout.gate import LayoutReason
+from kvoffload_engine.facts import observe_worker
 
 MLA = {"layers.0": latent(), "layers.1": latent()}
 WITH_DRAFT = {**MLA, "draft.0": grouped_query()}
@@ -99,14 +100,50 @@ def a_group_that_is_not_offloaded_is_left_out(socket_path: str) -> None:
 
 
 @check
-def blocks_of_which_all_layers_are_one_page_are_replicated(socket_path: str) -> None:
+def blocks_of_which_all_layers_are_one_page_are_stored_once(socket_path: str) -> None:
     if not HAS_LAYOUTS:
         return
     config = configure(layout=BLOCK_OUTERMOST)
     kv_cache_config = plan_kv_caches(config, [MLA])[0]
     assert [len(group.page_bytes) for group in observe(config, kv_cache_config).layout.groups] == [1]
     expect(LayoutReason.REPLICATED, MLA, part="all", first=True, now=True, layout=BLOCK_OUTERMOST)
+    with ConfiguredEngine(socket_path, [MLA, MLA], layout=BLOCK_OUTERMOST) as engine:
+        store_and_load(engine, 10_070, (2, 2))
     expect(LayoutReason.LAYER_NOT_REPLICATED, WITH_DRAFT, layout=BLOCK_OUTERMOST)
+    with ConfiguredEngine(socket_path, [WITH_DRAFT, WITH_DRAFT], layout=BLOCK_OUTERMOST) as engine:
+        store_and_load(engine, 10_080, (1, 1))
+
+
+class BlockOutermostBackend:
+    """What vLLM 0.28 asks an attention backend before it keeps all layers of a block together."""
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(*, include_num_layers_dimension: bool) -> tuple[int, ...]:
+        return (1, 0, 2, 3)
+
+
+@check
+def layers_in_one_tensor_of_blocks_are_replicated(socket_path: str) -> None:
+    """0.28 has a call of its own for it."""
+    if HAS_LAYOUTS:
+        return
+    config = configure()
+    kv_cache_config = plan_kv_caches(config, [MLA])[0]
+    connector, seen = connect(config, kv_cache_config), []
+    connector.connector_worker.spec.build_worker = lambda kv_caches: seen.append(
+        observe_worker(config, kv_cache_config, kv_caches)
+    )
+    block_bytes = sum(spec.page_size_bytes for spec in MLA.values())
+    blocks = torch.zeros(kv_cache_config.num_blocks * block_bytes, dtype=torch.int8)
+    connector.register_cross_layers_kv_cache(blocks, BlockOutermostBackend)
+    assert not connector._inert_because, connector._inert_because
+    assert (seen[0].verdict.reason, seen[0].verdict.part) == (LayoutReason.REPLICATED, "all")
+    assert [group.page_bytes for group in seen[0].layout.groups] == [(block_bytes,)]
+    assert seen[0].tensors.num_blocks == kv_cache_config.num_blocks
 
 
 @check

@@ -1,5 +1,5 @@
-"""Real engines of kinds that the other tests do not have: several KV cache groups, chunks of several blocks, adapters,
-pictures.
+"""Real engines of kinds that the other tests do not have: one rank, pipeline stages, several KV cache groups, chunks of
+several blocks, adapters, pictures.
 
 Each starts an engine of its own, which takes half a minute: `make test-long`.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_process import EngineProcess, make_prompt, wait_for_slots
+from engine_process import CHECKSUMS, EngineProcess, make_prompt, wait_for_slots
 from pool_daemon import PoolDaemon
 
 from hack.vllm.environment import ensure_torchvision
@@ -66,6 +66,35 @@ def test_requests_with_an_adapter_share_with_those_of_the_same_adapter_only(pool
         assert again.cached[0] >= 256
         assert (again.tokens, again.logprobs) == (base.tokens, base.logprobs)
     assert wait_for_slots(pool, "leased", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [
+        ({"tensor_parallel_size": 1, "distributed_executor_backend": "uni"}, "per-rank (OneRank)"),
+        ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, "per-rank (PipelineParallel)"),
+    ],
+    ids=["one rank", "two pipeline stages"],
+)
+def test_latent_attention_that_is_not_replicated_loads_what_it_stored(
+    options: dict[str, object], verdict: str, pool: PoolDaemon, tmp_path: Path
+) -> None:
+    prompt = make_prompt(8050)
+    pod = f"pod-{options.get('pipeline_parallel_size', 1)}-stages"
+    with EngineProcess(
+        tmp_path, model="tiny-deepseek", socket=pool.attach(pod), environment=CHECKSUMS, **options
+    ) as engine:
+        engine.generate_cold([prompt])
+        warm = engine.generate_cold([prompt])
+        again = engine.generate_cold([prompt])
+        engine.rpc("probe_fault", "zeros")
+        other = make_prompt(8051)
+        engine.generate_cold([other])
+        control, computed = engine.generate_cold([other]), engine.generate_cold([other], cache_salt="cold")
+        assert engine.lines(verdict)
+    assert warm.cached[0] >= 256
+    assert (warm.tokens, warm.logprobs) == (again.tokens, again.logprobs)
+    assert control.tokens != computed.tokens
 
 
 def test_two_groups_of_layers_are_loaded_with_the_tokens_of_a_cold_run(pool: PoolDaemon, tmp_path: Path) -> None:
