@@ -2,7 +2,7 @@
 
 0.28         `compress_ratio` instead of `tokens_per_state`; `register_cross_layers_kv_cache`
 0.28, 0.29   no `failed_recving`: failed loads are invalid block ids, with one KV cache group only
-0.30         groups that no prefix is cached of are not offloaded;
+0.30         `get_offloading_group_ids`: not every KV cache group is offloaded;
              `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
 0.31         `kv_tp_replicas`
 0.33         manager.lock, config_info, submit_load(expedited=): inherited defaults do
@@ -133,9 +133,12 @@ def kv_tp_replicas(kv_cache_config: Any) -> int | None:
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
-    """The KV cache groups that vLLM's connector offloads, in its order: all, or those whose prefixes are cached."""
+    """The KV cache groups that vLLM's connector offloads, in its order: all, or what 0.30 and newer choose."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
+
     groups = kv_cache_config.kv_cache_groups
-    return [groups[number] for number in getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(groups)))]
+    choose = getattr(config, "get_offloading_group_ids", None)
+    return [groups[number] for number in choose(kv_cache_config)] if choose is not None else list(groups)
 
 
 def tokens_per_state(spec: Any) -> Any:

@@ -86,8 +86,8 @@ def two_groups_of_latent_attention_are_replicated(socket_path: str) -> None:
 
 @check
 def a_group_that_is_not_offloaded_is_left_out(socket_path: str) -> None:
-    """Since 0.30: a ring buffer of each request, of which no prefix is cached."""
-    if not hasattr(kv_cache_interface.KVCacheConfig, "prefix_cacheable_group_ids"):
+    """Since 0.31: a ring buffer of each request, of which no prefix is cached."""
+    if not hasattr(kv_cache_interface.KVCacheConfig, "kv_tp_replicas"):
         return
     ring = kv_cache_interface.CircularBufferSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32
