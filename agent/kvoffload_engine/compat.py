@@ -1,8 +1,10 @@
 """What differs between vLLM versions; the only module that knows. Runs in every vLLM process.
 
+0.28         `compress_ratio` instead of `tokens_per_state`; `register_cross_layers_kv_cache`
 0.28, 0.29   no `failed_recving`: failed loads are invalid block ids, with one KV cache group only
-0.30         `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
-0.31         `kv_tp_replicas`; KV cache groups that are not offloaded
+0.30         `get_offloading_group_ids`: not every KV cache group is offloaded;
+             `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
+0.31         `kv_tp_replicas`
 0.33         manager.lock, config_info, submit_load(expedited=): inherited defaults do
 """
 
@@ -122,14 +124,12 @@ def reports_failed_receives() -> bool:
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
-    """The KV cache groups that vLLM offloads, in its order. From 0.31 on it leaves out those that no later request can
-    use (a ring of raw keys, a window that is replayed)."""
+    """The KV cache groups that vLLM's connector offloads, in its order: all, or what 0.30 and newer choose."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
 
-    groups = list(kv_cache_config.kv_cache_groups)
-    if not hasattr(config, "get_offloading_group_ids"):
-        return groups
-    return [groups[group_id] for group_id in config.get_offloading_group_ids(kv_cache_config)]
+    groups = kv_cache_config.kv_cache_groups
+    choose = getattr(config, "get_offloading_group_ids", None)
+    return [groups[number] for number in choose(kv_cache_config)] if choose is not None else list(groups)
 
 
 def none_hash() -> bytes:
@@ -142,6 +142,11 @@ def none_hash() -> bytes:
 def kv_tp_replicas(kv_cache_config: Any) -> int | None:
     """Ranks with equal KV by vLLM's own count, None before 0.31."""
     return getattr(kv_cache_config, "kv_tp_replicas", None)
+
+
+def tokens_per_state(spec: Any) -> Any:
+    """Tokens that one stored state of a layer covers: 1, a number above it where state is compressed, -1 for Mamba."""
+    return getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
 
 
 def num_nodes(parallel_config: Any) -> int:

@@ -41,6 +41,7 @@ from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine import compat
 from kvoffload_engine.environment import SOCKET_VARIABLE
 from kvoffload_engine.facts import WorkerFacts, observe_worker
+from kvoffload_engine.identity import common_identity, seed_of_keys
 from kvoffload_engine.log import logger
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.plugin import leave_alone
@@ -51,9 +52,11 @@ from kvoffload_engine.worker import KVOffloadWorker
 
 @dataclass
 class WorkerIdentity(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once: the identity of the engine's bytes, or why it runs without offload."""
+    """What a worker tells the scheduler once: the identity of the engine's bytes, the same for every worker, and that
+    of its pipeline stage's; or why it runs without offload."""
 
     digest: bytes
+    stage: bytes = b""
     inert_reason: str = ""
     inert_because: str = ""
 
@@ -152,7 +155,7 @@ class KVOffloadConnector(OffloadingConnector):
         )
         if verdict.decision is LayoutDecision.NO_OFFLOAD:
             raise LayoutRefused(verdict)
-        self._identity = WorkerIdentity(facts.identity.digest)
+        self._identity = WorkerIdentity(engine_digest(self._config, facts), facts.identity.digest)
         worker = KVOffloadWorker(
             rank=facts.rank,
             socket_path=socket_path(self._config),
@@ -168,7 +171,7 @@ class KVOffloadConnector(OffloadingConnector):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The identity, for the scheduler, or why this worker runs without offload."""
         if self._inert_because:
-            return WorkerIdentity(b"", self._inert_reason, self._inert_because)
+            return WorkerIdentity(b"", inert_reason=self._inert_reason, inert_because=self._inert_because)
         return self._identity
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -236,17 +239,20 @@ class KVOffloadConnector(OffloadingConnector):
             says_so = f"{inert[0].inert_because} (in {len(inert)} of {parallel.world_size} workers)"
             self._become_inert(inert[0].inert_reason, says_so)
             return
+        num_expected = parallel.pipeline_parallel_size * parallel.tensor_parallel_size  # vLLM's keys: (stage, rank)
+        stages = sorted({(stage, one.stage) for (stage, _), one in metadata.items()})
         digests = {one.digest for one in metadata.values()}
-        if len(metadata) != parallel.world_size or len(digests) != 1:
+        if len(metadata) < num_expected or len(digests) != 1 or len(stages) != parallel.pipeline_parallel_size:
             self._become_inert(
                 PreflightReason.WORKERS_DIFFER.value,
-                f"{len(metadata)} of {parallel.world_size} workers attached, with {len(digests)} different identities",
+                f"{len(metadata)} of {num_expected} workers attached, with {len(digests)} different identities, and "
+                f"{len(stages)} of their {parallel.pipeline_parallel_size} pipeline stages",
             )
             return
         self._manager.connect(
             socket_path(self._config),
             make_hello=functools.partial(scheduler_hello, self._config, self._process, digests.pop()),
-            none_hash=compat.none_hash,
+            none_hash=lambda: seed_of_keys(compat.none_hash(), [stage for _, stage in stages]),
             chunks_per_step=chunks_per_step(self._config, self.scheduler_side),
         )
 
@@ -354,6 +360,12 @@ def chunks_per_step(vllm_config: Any, scheduler_side: Any) -> int:
     return sum(-(-tokens // group.tokens_per_chunk) for group in scheduler_side.config.kv_group_configs)
 
 
+def engine_digest(vllm_config: Any, facts: WorkerFacts) -> bytes:
+    """The identity that all processes of the engine say."""
+    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    return (common_identity(facts.identity) if has_stages else facts.identity).digest
+
+
 def worker_hello(vllm_config: Any, process: bytes, facts: WorkerFacts) -> Hello:
     """A worker's first message."""
     verdict = facts.verdict
@@ -361,7 +373,7 @@ def worker_hello(vllm_config: Any, process: bytes, facts: WorkerFacts) -> Hello:
     return _hello(
         vllm_config,
         process,
-        facts.identity.digest,
+        engine_digest(vllm_config, facts),
         role="worker",
         rank=facts.rank,
         part=verdict.part,

@@ -119,7 +119,7 @@ def observe_layers(groups: Sequence[Any], kv_caches: CanonicalKVCaches, specs: d
                     name=name,
                     spec_class=type(spec).__name__,
                     page_bytes=int(spec.page_size_bytes),
-                    tokens_per_state=getattr(spec, "tokens_per_state", 1),
+                    tokens_per_state=compat.tokens_per_state(spec),
                     num_writers=mapping.num_writers if mapping is not None else None,
                     writer_index=mapping.writer_index if mapping is not None else None,
                 )

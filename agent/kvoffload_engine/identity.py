@@ -1,11 +1,14 @@
 """What this engine's KV bytes depend on, collected from vLLM's configuration and this worker's real layers.
 
 Runs in vLLM's workers: they alone see every layer, and the KV dtype and attention backend as resolved. The digest
-reaches the scheduler by vLLM's connector handshake, so that all sessions of an engine say the same.
+reaches the scheduler by vLLM's connector handshake, so that all sessions of an engine say the same. A pipeline stage
+sees its own layers only: with several stages all sessions say what they have in common (`common_identity`), and the
+scheduler binds the stages' whole identities together with the hash seed (`seed_of_keys`).
 
 Left out on purpose: names of pods, hosts and served models, ports, data-parallel ranks, anything about speed.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -17,6 +20,8 @@ from kvoffload.layout.gate import LayerFacts
 from kvoffload_engine.environment import WEIGHTS_ID_VARIABLE
 from kvoffload_engine.log import logger
 
+STAGE_FIELDS = frozenset({"kv_dtypes", "attention_backends", "groups", "layers", "pages"})
+"""What a worker says of the layers of its own pipeline stage."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 
@@ -49,7 +54,7 @@ def collect_identity(
     attention_backends: Sequence[str],
     has_checksums: bool,
 ) -> Fingerprint:
-    """The fingerprint of one worker; equal on every rank of an engine.
+    """The fingerprint of one worker; equal on every rank of a pipeline stage.
 
     `groups` holds tokens per block and layer names, `page_table` each group's (tensor index, page bytes),
     `kv_dtypes` the cache dtype of each layer as this worker resolved it.
@@ -95,6 +100,16 @@ def collect_identity(
     )
     logger.debug("kvoffload: identity %s is of %s", identity.digest.hex(), json.dumps(identity.fields, sort_keys=True))
     return identity
+
+
+def common_identity(identity: Fingerprint) -> Fingerprint:
+    """What the workers of all pipeline stages say alike."""
+    return fingerprint({name: value for name, value in identity.fields.items() if name not in STAGE_FIELDS})
+
+
+def seed_of_keys(none_hash: bytes, stages: Sequence[bytes]) -> bytes:
+    """What the scheduler binds its keys to: vLLM's own seed, and with several stages their digests, in order."""
+    return none_hash if len(stages) == 1 else hashlib.sha256(b"".join([none_hash, *stages])).digest()
 
 
 def _revision(model: Any) -> str | None:

@@ -200,7 +200,7 @@ def check_scheduler_says(socket_path: str, worker: KVOffloadConnector, words: st
 @check
 def workers_that_differ_or_are_missing_leave_the_scheduler_inert(socket_path: str, control: Control) -> None:
     one, other = WorkerIdentity(b"1" * 32), WorkerIdentity(b"2" * 32)
-    lost = WorkerIdentity(b"", "NoKVBytes", "this rank has no KV cache layer")
+    lost = WorkerIdentity(b"", inert_reason="NoKVBytes", inert_because="this rank has no KV cache layer")
     for workers, reason, words in (
         ({(0, 0): one, (0, 1): other}, "WorkersDiffer", "2 of 2 workers attached, with 2 different identities"),
         ({(0, 0): one}, "WorkersDiffer", "1 of 2 workers attached"),
@@ -229,7 +229,7 @@ def the_regions_status_shows_why_an_engine_is_left_alone_once(socket_path: str, 
             for engine in json.loads(control.say("engines"))
         ]
 
-    lost = WorkerIdentity(b"", "SeveralGroups", "the model has 2 KV cache groups, needed 1")
+    lost = WorkerIdentity(b"", inert_reason="SeveralGroups", inert_because="the model has 2 KV cache groups, needed 1")
     scheduler = make(socket_path, SCHEDULER)
     with reports_end():
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): lost, (0, 1): lost})

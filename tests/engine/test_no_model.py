@@ -1,5 +1,6 @@
 """Manager, workers and connector against the real classes of vLLM, without a model: `plain_checks.py`,
-`device_checks.py`, `lookup_checks.py`, `restart_checks.py`, `fault_checks.py` and `inert_checks.py`, one test a check.
+`device_checks.py`, `lookup_checks.py`, `layout_checks.py`, `restart_checks.py`, `fault_checks.py` and
+`inert_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -24,7 +25,7 @@ from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
-PLAIN_KINDS = ("plain", "device", "lookup")
+PLAIN_KINDS = ("plain", "device", "lookup", "layout")
 """Checks that need a daemon and nothing done to it."""
 CHECKS = [
     name
@@ -42,6 +43,7 @@ def run_checks(python: Path, kind: str, socket: Path, folder: Path, overlay: Pat
         "PYTHONPATH": os.pathsep.join(path),
         "VLLM_PLUGINS": "",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_TARGET_DEVICE": "cpu",  # 0.33 has no CPU build, and finds no device here
     }
     done = subprocess.run(
         [str(python), str(HERE / f"{kind}_checks.py"), str(socket), str(folder)],

@@ -1,5 +1,5 @@
-"""Real engines of kinds that the other tests do not have: chunks of several blocks, adapters, pictures, workers
-that cannot offload.
+"""Real engines of kinds that the other tests do not have: one rank, chunks of several blocks, adapters, pictures,
+workers that cannot offload.
 
 Each starts an engine of its own, which takes half a minute: `make test-long`.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
+from engine_process import CHECKSUMS, EngineProcess, eventually, make_prompt, wait_for_slots
 from pool_daemon import PoolDaemon, RegionDaemon
 
 from hack.vllm.environment import ensure_torchvision
@@ -95,6 +95,29 @@ def test_an_engine_whose_workers_cannot_offload_serves_as_a_plain_one_and_the_st
     assert first.cached == again.cached == [0, 0]
     assert (first.tokens, first.logprobs) == (plain.tokens, plain.logprobs)
     assert (again.tokens, again.logprobs) == (plain.tokens, plain.logprobs)
+
+
+def test_one_rank_with_latent_attention_loads_what_it_stored(pool: PoolDaemon, tmp_path: Path) -> None:
+    prompt = make_prompt(8050)
+    with EngineProcess(
+        tmp_path,
+        model="tiny-deepseek",
+        socket=pool.attach("pod-alone"),
+        environment=CHECKSUMS,
+        tensor_parallel_size=1,
+        distributed_executor_backend="uni",
+    ) as engine:
+        engine.generate_cold([prompt])
+        warm = engine.generate_cold([prompt])
+        again = engine.generate_cold([prompt])
+        engine.rpc("probe_fault", "zeros")
+        other = make_prompt(8051)
+        engine.generate_cold([other])
+        control, computed = engine.generate_cold([other]), engine.generate_cold([other], cache_salt="cold")
+        assert engine.lines("per-rank (OneRank)")
+    assert warm.cached[0] >= 256
+    assert (warm.tokens, warm.logprobs) == (again.tokens, again.logprobs)
+    assert control.tokens != computed.tokens
 
 
 def test_chunks_of_three_blocks_are_loaded_from_the_middle_of_one(pool: PoolDaemon, tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ class HeldTransfer(HostTransfer):
 
 
 class ToyEngine:
-    """Two ranks and a scheduler in this process, on CPU tensors; `transfers` are the ranks' own, where a check gives
-    them."""
+    """Some ranks and a scheduler in this process, on CPU tensors. `parts` names each rank's part, or `part` all of
+    them; `transfers` are the ranks' own, where a check gives them."""
 
     def __init__(
         self,
@@ -75,11 +75,14 @@ class ToyEngine:
         *,
         ranks: int = 2,
         part: str = "all",
+        parts: Sequence[str] = (),
         identity: bytes = b"i" * 32,
         step_seconds: float = 0.5,
         transfers: Sequence[Transfer] = (),
     ) -> None:
         self.engine_id = f"toy-{time.monotonic_ns()}"
+        parts = parts or [part if part == "all" else f"{part}-{rank}" for rank in range(ranks)]
+        ranks = len(parts)
         self.caches = [
             [torch.zeros((NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8) for _ in range(NUM_LAYERS)] for _ in range(ranks)
         ]
@@ -96,7 +99,7 @@ class ToyEngine:
             hello = Hello(
                 role="worker",
                 rank=rank,
-                part=part if part == "all" else f"{part}-{rank}",
+                part=parts[rank],
                 part_bytes=layout.part_bytes,
                 process=os.urandom(16),
                 **common,
@@ -118,6 +121,10 @@ class ToyEngine:
         self.manager = KVOffloadManager(step_seconds=step_seconds)
         hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
         self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: b"none", chunks_per_step=32)
+        self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Until the daemon has told the row of all ranks."""
         self.jobs = self.requests = 0
         wait_until(lambda: self.manager.link.poll() is not None and self.manager.link.row is not None)
 

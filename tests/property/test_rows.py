@@ -1,16 +1,71 @@
-"""Rows: ranks that name one part share its bytes, all others never meet; whatever the number and lengths of the
-parts."""
+"""Rows: ranks share bytes only if they are unanimous, and parts never meet otherwise; whatever the number and lengths
+of the parts."""
 
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.layout.rows import ALIGNMENT_BYTES, RankPart, align_up, plan_row
 
-RANKS = st.lists(
-    st.builds(RankPart, st.sampled_from(["all", "head-0", "head-1", "rank-0", "rank-1"]), st.integers(1, 5000)),
-    min_size=1,
-    max_size=16,
+PARTS = ["all", "head-0", "head-1", "rank-0", "rank-1"]
+LENGTHS = st.integers(1, 5000)
+MIXED = st.lists(st.builds(RankPart, st.sampled_from(PARTS), LENGTHS), min_size=1, max_size=16)
+
+
+@st.composite
+def agreeing_ranks(draw: st.DrawFn) -> list[RankPart]:
+    """Ranks of one length that say one kind of part, or all but one do."""
+    kind = draw(st.sampled_from([["all"], ["head-0"], ["head-0", "head-1"], ["rank-0"]]))
+    names = [name for name in kind for _ in range(draw(st.integers(1, 4)))]
+    length = draw(LENGTHS)
+    ranks = [RankPart(name, length) for name in names]
+    if draw(st.booleans()):
+        ranks[draw(st.integers(0, len(ranks) - 1))] = RankPart(draw(st.sampled_from(PARTS)), length)
+    return ranks
+
+
+RANKS = MIXED | agreeing_ranks()
+
+
+def may_share(ranks: list[RankPart]) -> bool:
+    """The rule in words: one length for each name, and all say `all`, or all say a head and each head has as many."""
+    if any(one.part == other.part and one.num_bytes != other.num_bytes for one in ranks for other in ranks):
+        return False
+    ranks_of = Counter(one.part for one in ranks)
+    if "all" in ranks_of:
+        return len(ranks_of) == 1
+    return "rank-0" not in ranks_of and "rank-1" not in ranks_of and len(set(ranks_of.values())) == 1
+
+
+@given(RANKS)
+def test_ranks_share_what_they_name_if_they_are_unanimous_and_nothing_otherwise(ranks: list[RankPart]) -> None:
+    row = plan_row(ranks)
+    for one, place in zip(ranks, row.part_offsets, strict=True):
+        for other, other_place in zip(ranks, row.part_offsets, strict=True):
+            if one is not other:
+                assert (place == other_place) == (may_share(ranks) and one.part == other.part)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["all", "all", "all", "rank-3"],
+        ["rank-0", "all", "all", "all"],
+        ["all", "head-0"],
+        ["all", "all", "head-0", "head-0"],
+        ["head-0", "head-0", "head-1", "rank-3"],
+        ["head-0", "head-0", "head-1", "head-0"],
+        ["rank-0", "rank-0"],
+    ],
+    ids=lambda parts: " ".join(parts),
 )
+def test_ranks_that_are_not_unanimous_get_a_part_each(parts: list[str]) -> None:
+    row = plan_row([RankPart(part, 4096) for part in parts])
+    assert row == plan_row([RankPart(f"rank-{rank}", 4096) for rank in range(len(parts))])
+    assert row.sharers == (1,) * len(parts)
+    assert row.slot_bytes == row.plain_bytes
 
 
 @given(RANKS, st.booleans())

@@ -35,11 +35,15 @@ def jobs(draw: st.DrawFn) -> Job:
     blocks_per_chunk = draw(st.integers(1, 4))
     num_groups = draw(st.integers(1, 3))
     page_table, next_tensor = [], 0
-    is_packed = draw(st.booleans())
-    for _ in range(num_groups):
-        layers = 1 if is_packed else draw(st.integers(1, 5))
-        page_table.append([(next_tensor + layer, draw(st.integers(1, 9)) * 8) for layer in range(layers)])
-        next_tensor += layers
+    if draw(st.booleans()):  # packed: one tensor, of which each group takes whole blocks
+        page_table, next_tensor = [[(0, draw(st.integers(1, 9)) * 8)]] * num_groups, 1
+    else:
+        shares_tensors = draw(st.booleans())  # groups whose layers stand in the same tensors, in blocks of their own
+        for _ in range(num_groups):
+            layers = draw(st.integers(1, 5))
+            first = 0 if shares_tensors else next_tensor
+            page_table.append([(first + layer, draw(st.integers(1, 9)) * 8) for layer in range(layers)])
+            next_tensor = max(next_tensor, first + layers)
     layout = build_part_layout(page_table, blocks_per_chunk=blocks_per_chunk, has_checksums=draw(st.booleans()))
     num_blocks = draw(st.integers(8, 40))
     strides = [draw(st.integers(9, 12)) * 8 for _ in range(next_tensor)]

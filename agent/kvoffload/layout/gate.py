@@ -9,13 +9,32 @@ one part each. The operator's webhook uses the same `LayoutReason`s for its pred
           -> PER_RANK     first failed condition of replication; each rank keeps its part
           -> SHARED_HEADS grouped-query heads that several ranks hold, certified by vLLM's own page mapping
           -> REPLICATED   every rank holds the same bytes
+
+Beside vLLM's own gate, for its CPU offload (`kv_connector/v1/offloading/config.py`):
+
+    0.28 to 0.30   an MLA model; one KV cache group, whose spec is exactly MLAAttentionSpec; bytes of a block above 0,
+                   and one page of that spec for each layer; TP above 1; PP, PCP, DCP of 1; as many ranks as TP;
+                   executor mp; one node
+    since 0.31     in place of group and pages, its count of ranks with equal KV; in its canonical layout each layer
+                   exactly MLA and its page mapped: no scales for each head, one token a state, whole rows of tokens
+
+Ours asks for all of them but:
+
+    one group      a key belongs to one group, and a part has places for each group's pages; every layer is looked at
+    page x layers  vLLM cuts its rows by one page length. Our part is made from each layer's own page (`layout.pages`),
+                   so pages may differ; a packed block (all layers' pages in one) is copied whole, and is the same on
+                   all ranks if each of its layers is. Of such a block vLLM gives no mapping, and none is needed: it
+                   says how to cut a page, which we never do
+    its own spec   only vLLM's CUDA and XPU specs have host memory that ranks share; a region always is
+
+It asks for more where vLLM's count takes a layer that is not exactly MLA, or keeps compressed state.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvoffload.layout.rows import REPLICATED_PART
+from kvoffload.layout.rows import HEAD_PART_PREFIX, REPLICATED_PART
 
 REPLICATED_SPEC_CLASSES = frozenset({"MLAAttentionSpec"})
 """Exact names of vLLM's per-layer specs whose pages are the same on every tensor-parallel rank. Subclasses are not:
@@ -325,5 +344,7 @@ def decide_layout(facts: GateFacts) -> LayoutVerdict:
     if shard is not None:
         sharing = facts.layers[0].num_writers
         message = f"vLLM certifies that {sharing} ranks hold the same heads: 1 copy instead of {sharing}"
-        return LayoutVerdict(LayoutDecision.SHARED_HEADS, LayoutReason.SHARED_HEADS, message, f"head-{shard}")
+        return LayoutVerdict(
+            LayoutDecision.SHARED_HEADS, LayoutReason.SHARED_HEADS, message, f"{HEAD_PART_PREFIX}{shard}"
+        )
     return LayoutVerdict(LayoutDecision.PER_RANK, different.reason, different.message, own_part)

@@ -6,6 +6,9 @@ answer (`EngineReady`) and copies by it.
     replicated       part "all" on every rank        |  all ranks at offset 0  |
     per rank         parts "rank-0", "rank-1"        |  rank 0  |  rank 1  |
     certified heads  "head-0" twice, "head-1" twice  |  ranks 0, 1  |  ranks 2, 3  |
+
+Ranks share only if they are unanimous: "all" of every rank, or a head of every rank and as many ranks to each. One
+rank that says otherwise has seen something that the others have not, and every rank then gets a part of its own.
 """
 
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ ALIGNMENT_BYTES = 64
 MAX_RANKS = 64
 """Of one engine, all on one node: a registration says one, and a row lists a part of each."""
 REPLICATED_PART = "all"
+HEAD_PART_PREFIX = "head-"
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,24 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
+def is_unanimous(ranks: Sequence[RankPart]) -> bool:
+    """Whether every rank holds what all hold, or every rank holds a head and each head has as many ranks.
+
+    A name that means several lengths is no agreement either.
+    """
+    names = [rank.part for rank in ranks]
+    lengths = {(rank.part, rank.num_bytes) for rank in ranks}
+    one_kind = set(names) == {REPLICATED_PART} or all(name.startswith(HEAD_PART_PREFIX) for name in names)
+    return one_kind and len(lengths) == len(set(names)) and len({names.count(name) for name in names}) == 1
+
+
 def plan_row(ranks: Sequence[RankPart], *, sharing_allowed: bool = True) -> Row:
     """Place each distinct part once, in order of the first rank that holds it.
 
-    Ranks that name one part but differ in its length cannot hold the same bytes: then, and where sharing is not
-    allowed, every rank gets a part of its own.
+    Where the ranks are not unanimous (see the module), where sharing is not allowed, and where ranks that name one
+    part differ in its length, so that they cannot hold the same bytes, every rank gets a part of its own.
     """
-    lengths: dict[str, set[int]] = {}
-    for rank in ranks:
-        lengths.setdefault(rank.part, set()).add(rank.num_bytes)
-    shared = sharing_allowed and all(len(of_part) == 1 for of_part in lengths.values())
+    shared = sharing_allowed and is_unanimous(ranks)
     names = [rank.part if shared else f"rank-{number}" for number, rank in enumerate(ranks)]
     offsets: dict[str, int] = {}
     end = 0

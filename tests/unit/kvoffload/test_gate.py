@@ -91,7 +91,32 @@ TABLE = [
     ),
     # case 5
     ("two nodes", facts(8, num_nodes=2), LayoutDecision.NO_OFFLOAD, LayoutReason.MULTI_NODE),
-    # upstream's conditions
+    # upstream's conditions; the gate's docstring says why some of the first version are none of ours
+    (
+        "pages of several lengths, in one group or in two, all exactly MLA",
+        facts(8, layers=(MLA, dataclasses.replace(MLA, name="model.layers.0.indexer", page_bytes=4224))),
+        LayoutDecision.REPLICATED,
+        LayoutReason.REPLICATED,
+    ),
+    (
+        "a packed block, of which vLLM maps no page",
+        facts(8, layers=(dataclasses.replace(MLA, num_writers=None, writer_index=None),) * 2),
+        LayoutDecision.REPLICATED,
+        LayoutReason.REPLICATED,
+    ),
+    (
+        "a packed block with one layer that is not MLA",
+        facts(8, layers=(MLA, dataclasses.replace(FULL, num_writers=None))),
+        LayoutDecision.PER_RANK,
+        LayoutReason.LAYER_NOT_REPLICATED,
+    ),
+    (
+        "a subclass of the MLA spec",
+        facts(8, layers=(MLA, dataclasses.replace(MLA, spec_class="HiddenStateCacheSpec"))),
+        LayoutDecision.PER_RANK,
+        LayoutReason.LAYER_NOT_REPLICATED,
+    ),
+    ("executor uni", facts(1, executor="uni"), LayoutDecision.PER_RANK, LayoutReason.ONE_RANK),
     ("world larger than tensor parallel", facts(4, world_size=8), LayoutDecision.PER_RANK, LayoutReason.WORLD_SIZE),
     (
         "vLLM counts other replicas",

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvoffload.layout.fingerprint import Fingerprint
 from kvoffload.layout.gate import LayerFacts
 from kvoffload_engine.environment import WEIGHTS_ID_VARIABLE
-from kvoffload_engine.identity import collect_identity, weights_identity
+from kvoffload_engine.identity import collect_identity, common_identity, seed_of_keys, weights_identity
 
 
 class HfConfig(SimpleNamespace):
@@ -17,7 +18,7 @@ class HfConfig(SimpleNamespace):
         return dict(vars(self))
 
 
-def identity(**changes: Any) -> bytes:
+def fields_of_identity(**changes: Any) -> Fingerprint:
     """The identity of one engine with single settings changed, named `section__attribute` or as collect_identity
     does."""
     config = SimpleNamespace(
@@ -73,7 +74,12 @@ def identity(**changes: Any) -> bytes:
         for part in path:
             target = getattr(target, part)
         setattr(target, last, value)
-    return collect_identity(vllm_config=config, **arguments).digest
+    return collect_identity(vllm_config=config, **arguments)
+
+
+def identity(**changes: Any) -> bytes:
+    """Its digest."""
+    return fields_of_identity(**changes).digest
 
 
 MATTERS = {
@@ -130,6 +136,33 @@ def test_every_one_of_these_settings_is_another_identity() -> None:
 )
 def test_a_setting_that_changes_nothing_shares(changes: dict[str, Any]) -> None:
     assert identity(**changes) == identity()
+
+
+OTHER_STAGE = {
+    "layers": [LayerFacts("l2", "FullAttentionSpec", 9216)],
+    "groups": [(16, ["l2"])],
+    "page_table": [[(0, 9216)]],
+    "kv_dtypes": ["torch.uint8/fp8"],
+    "attention_backends": ["FLASH_ATTN"],
+}
+
+
+def test_pipeline_stages_have_an_identity_in_common_that_other_settings_change() -> None:
+    ours = common_identity(fields_of_identity())
+    assert common_identity(fields_of_identity(**OTHER_STAGE)).digest == ours.digest
+    assert common_identity(fields_of_identity(cache_config__cache_dtype="fp8")).digest != ours.digest
+
+
+def test_keys_are_bound_to_what_each_stage_holds_and_to_vllms_own_seed_alone_where_there_is_one_stage() -> None:
+    one, other = identity(), identity(**OTHER_STAGE)
+    assert seed_of_keys(b"none", [one]) == b"none"
+    seeds = [
+        seed_of_keys(seed, stages)
+        for seed in (b"none", b"other")
+        for stages in ([one, other], [other, one], [one, one])
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert max(map(len, seeds)) <= 64  # what `Bind` takes
 
 
 def test_the_log_says_at_debug_what_an_identity_is_made_of(caplog: pytest.LogCaptureFixture) -> None:
