@@ -44,6 +44,7 @@ class ToyEngine:
         ranks: int = 2,
         part: str = "all",
         identity: bytes = b"i" * 32,
+        none_hash: bytes = b"none",
         step_seconds: float = 0.5,
     ) -> None:
         self.engine_id = f"toy-{time.monotonic_ns()}"
@@ -84,7 +85,7 @@ class ToyEngine:
             self.workers.append(worker)
         self.manager = KVOffloadManager(step_seconds=step_seconds)
         hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
-        self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: b"none", chunks_per_step=32)
+        self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: none_hash, chunks_per_step=32)
         self.jobs = 0
         wait_until(lambda: self.manager.link.poll() is not None and self.manager.link.row is not None)
 
