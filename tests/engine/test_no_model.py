@@ -1,5 +1,5 @@
-"""Manager, workers and connector against the real classes of vLLM, without a model: `plain_checks.py`,
-`restart_checks.py` and `fault_checks.py`, one test a check.
+"""Manager, workers and connector against the real classes of vLLM, without a model: `compat_checks.py`,
+`plain_checks.py`, `restart_checks.py` and `fault_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 CHECKS = [
     name
-    for kind in ("plain", "restart", "fault")
+    for kind in ("compat", "plain", "restart", "fault")
     for name in re.findall(r"@check\ndef (\w+)\(", (HERE / f"{kind}_checks.py").read_text())
 ]
 CAPACITY_BYTES = 16 << 20
@@ -77,10 +77,11 @@ def keep_pool(daemon: PoolDaemon, commands: BinaryIO, answers: BinaryIO) -> None
 
 
 def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
-    """The checks that need a daemon, and those that need it killed, with the real one."""
+    """The checks that need none or a daemon, and those that need it killed, with the real one."""
     with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
         socket = daemon.attach("pod-toy")
-        results = run_checks(python, "plain", socket, folder, overlay)
+        results = run_checks(python, "compat", socket, folder, overlay)
+        results |= run_checks(python, "plain", socket, folder, overlay)
         keeper = threading.Thread(target=keep_pool, args=(daemon, commands, answers))
         keeper.start()
         try:

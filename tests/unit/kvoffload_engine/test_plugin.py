@@ -35,9 +35,13 @@ class StubArgs:
                 is_encoder_decoder=False,
                 runner_type="generate",
                 model="stub",
+                enable_cumem_allocator=False,
                 multimodal_config=SimpleNamespace(enable_mm_embeds=flipped, allow_missing_mm_embeddings=flipped),
             ),
-            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            cache_config=SimpleNamespace(
+                enable_prefix_caching=True, kv_offloading_size=None, use_replayssm=False, prefix_match_unit=None
+            ),
+            attention_config=SimpleNamespace(),
             parallel_config=SimpleNamespace(distributed_executor_backend=self.executor, nnodes_within_dp=1),
             device_config=SimpleNamespace(device_type="cpu"),
             kv_transfer_config=self.kv_transfer_config,
