@@ -30,6 +30,12 @@ from kvoffload_engine.log import logger
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py")
 """What makes a model in a folder: weights, configuration, and code that is its own (`--trust-remote-code`)."""
+QUANTIZING_VARIABLES = (
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+)
+"""Variables by which vLLM quantizes the weights that it loads, whatever the configuration says."""
 LENGTH_FREE_ROPES = frozenset(
     {"default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "proportional", "mrope"}
 )
@@ -74,6 +80,7 @@ def collect_identity(
     """
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
+    attention = vllm_config.attention_config
     speculative = vllm_config.speculative_config
     context_parallel = [parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size]
     identity = fingerprint(
@@ -81,8 +88,10 @@ def collect_identity(
             "vllm": list(vllm_version_minor),
             "model": model_facts(vllm_config.model_config, os.environ.get(WEIGHTS_ID_VARIABLE, "")),
             "load": load_facts(vllm_config.load_config),
+            "online_quantization": {name: os.environ.get(name, "") for name in QUANTIZING_VARIABLES},
             "kv_cache_dtype": str(cache.cache_dtype),
             "page_layouts": dict(page_layouts),
+            "attention": [str(attention.indexer_kv_dtype), bool(attention.use_non_causal)],
             "attention_backends": list(attention_backends),
             "model_runner_v2": bool(vllm_config.use_v2_model_runner),
             "hash": str(cache.prefix_caching_hash_algo),

@@ -8,6 +8,7 @@ import torch
 from check_runner import check, run_checks
 from vllm import envs
 from vllm.config import (
+    AttentionConfig,
     CacheConfig,
     DeviceConfig,
     LoadConfig,
@@ -25,7 +26,7 @@ from vllm.v1.kv_offload import base
 
 from kvoffload_engine import compat
 from kvoffload_engine.connector import KVOffloadConnector
-from kvoffload_engine.facts import spec_values
+from kvoffload_engine.facts import observe_layers, spec_values
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.spec import KVOffloadSpec
 from kvoffload_engine.worker import KVOffloadWorker
@@ -100,6 +101,11 @@ def a_compressed_state_says_how_many_tokens_it_holds(socket_path: str) -> None:
     assert compat.tokens_per_state(MLAAttentionSpec(**MLA)) == 1
     assert compat.tokens_per_state(MLAAttentionSpec(**MLA, **{name: 4})) == 4
     assert compat.tokens_per_state(FullAttentionSpec(**MLA)) == 1
+    spec = MLAAttentionSpec(**MLA, **{name: 4})
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["one"], kv_cache_spec=spec)])
+    caches: Any = SimpleNamespace(group_data_refs=[[SimpleNamespace(mapping=None)]])
+    (layer,) = observe_layers(groups, caches, {"one": spec})
+    assert layer.tokens_per_state == 4
 
 
 @check
@@ -130,6 +136,7 @@ def what_we_read_as_a_plain_attribute_is_there(socket_path: str) -> None:
 
 PLAIN = {
     VllmConfig: "use_v2_model_runner attention_config load_config speculative_config",
+    AttentionConfig: "indexer_kv_dtype use_non_causal",
     CacheConfig: "cache_dtype enable_prefix_caching kv_offloading_size prefix_caching_hash_algo prefix_match_unit"
     " use_replayssm",
     LoadConfig: "load_format model_loader_extra_config ignore_patterns",

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.layout.gate import LayerFacts
 from kvoffload_engine.environment import WEIGHTS_ID_VARIABLE
-from kvoffload_engine.identity import collect_identity, weights_identity
+from kvoffload_engine.identity import QUANTIZING_VARIABLES, collect_identity, weights_identity
 
 
 class HfConfig(SimpleNamespace):
@@ -78,6 +78,7 @@ def identity(**changes: Any) -> bytes:
         load_config=SimpleNamespace(
             load_format="auto", model_loader_extra_config={}, ignore_patterns=["original/**/*"]
         ),
+        attention_config=SimpleNamespace(indexer_kv_dtype="auto", use_non_causal=False),
         speculative_config=None,
         use_v2_model_runner=False,
         kv_transfer_config=SimpleNamespace(engine_id="1"),
@@ -153,6 +154,8 @@ MATTERS = {
     "KV dtype as resolved by the workers": {"specs": [SPEC, SPEC | {"cache_dtype_str": "fp8_ds_mla"}]},
     "dtype of a Mamba state in a page of the same length": {"specs": [SPEC, SPEC | {"dtypes": "(torch.float16,)"}]},
     "attention backend": {"attention_backends": ["TRITON_MLA"]},
+    "KV dtype of an indexer": {"attention_config__indexer_kv_dtype": "fp8"},
+    "attention to what comes later": {"attention_config__use_non_causal": True},
     "rope factor": {"model_config__hf_config__rope_parameters": {"rope_theta": 10000.0, "factor": 4.0}},
     "architecture": {"model_config__hf_config__architectures": ["OtherForCausalLM"]},
     "commit of the model": {"model_config__hf_config___commit_hash": "c2"},
@@ -325,6 +328,13 @@ def test_values_inside_a_configuration_count_as_they_are_and_odd_ones_by_their_t
     assert of(Color.RED) != of(Color.BLUE)
     assert of(QuantizationArguments("fp8")) != of(QuantizationArguments("int8"))
     assert of(object()) == of(object())
+
+
+@pytest.mark.parametrize("name", QUANTIZING_VARIABLES)
+def test_a_variable_that_quantizes_weights_is_part_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = identity()
+    monkeypatch.setenv(name, "1")
+    assert identity() != plain
 
 
 def folder_of_weights(folder: Path, content: bytes = b"weights", nanoseconds: int = 10**18) -> str:
