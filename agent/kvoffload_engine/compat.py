@@ -62,7 +62,6 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "vllm.platforms": ("current_platform.get_device_capability",),
     "vllm.model_executor.layers.mamba.mamba_utils": ("get_conv_state_layout",),
     "vllm.utils.torch_utils": ("current_stream",),
-    "vllm._custom_ops": ("swap_blocks_batch",),
     "vllm.v1.core.kv_cache_utils": ("init_none_hash",),  # which sets NONE_HASH, and that is not there before
     "vllm.v1.core.sched.scheduler": ("Scheduler.get_kv_connector",),
     "vllm.v1.engine.core": ("EngineCore.collective_rpc",),
@@ -129,7 +128,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Every name of vLLM that we override, call or subclass and that every supported version has, checked once before the
-connector is set."""
+connector is set. But for `_custom_ops`, which loads a device's kernels: a worker without it runs without offload."""
 
 
 def require_names(required: Mapping[str, tuple[str, ...]] = REQUIRED) -> None:

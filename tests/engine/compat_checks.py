@@ -59,6 +59,14 @@ def what_we_override_is_required(socket_path: str) -> None:
 
 
 @check
+def the_batched_copy_is_there_and_takes_what_we_pass(socket_path: str) -> None:
+    from vllm import _custom_ops
+
+    names = ["source", "target", "sizes"]
+    inspect.signature(_custom_ops.swap_blocks_batch).bind(*names, is_src_access_order_any=True)
+
+
+@check
 def another_layout_of_attention_pages_is_another_word(socket_path: str) -> None:
     words = set()
     for name in ("NHD", "HND"):

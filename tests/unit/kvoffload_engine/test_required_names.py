@@ -13,6 +13,7 @@ from kvoffload_engine import compat
 SOURCES = sorted(Path(kvoffload_engine.__file__).parent.rglob("*.py"))
 ALLOWED = {
     "vllm": "whose version is looked at before anything is required",
+    "vllm._custom_ops": "it loads a device's kernels, which an API server needs not: compat_checks.py looks for it",
     "vllm.v1.attention.backends.utils": "compat uses it with 0.28 alone",
     "OffloadingConnector.register_cross_layers_kv_cache": "0.28 alone has it",
     "OffloadingConnector.get_transfer_results": "0.30 and newer have it",
