@@ -75,13 +75,23 @@ class ByteEngine:
     """One engine, `ranks` parts of `part_bytes` each, no part shared: every rank's bytes are told apart."""
 
     def __init__(
-        self, path: Path, engine_id: str, *, ranks: int = 2, part_bytes: int = 32768, identity: int = 1
+        self,
+        path: Path,
+        engine_id: str,
+        *,
+        ranks: int = 2,
+        part_bytes: int = 32768,
+        identity: int = 1,
+        none_hash: bytes = b"none",
+        key_bytes: int = KEY_BYTES,
     ) -> None:
         self.path = path
         self.engine_id = engine_id
         self.ranks = ranks
         self.part_bytes = part_bytes
         self.identity = identity.to_bytes(32, "little")
+        self.none_hash = none_hash
+        self.key_bytes = key_bytes
         self.processes = [os.urandom(16) for _ in range(ranks + 1)]
         self.held = Held()
         self.workers: list[Session] = []
@@ -121,8 +131,8 @@ class ByteEngine:
             held = pack(list(self.held.pins)), pack(list(self.held.writes))
             self.scheduler.send(*build_reassertion(epoch, *held))
         self._await(EngineReady)
-        self.scheduler.send(Bind(b"none", KEY_BYTES))
-        self._await(Bound)
+        self.scheduler.send(Bind(self.none_hash, self.key_bytes))
+        self.bound = self._await(Bound)
         for lock in before:
             os.close(lock)
             self.locks.remove(lock)

@@ -1,10 +1,13 @@
 """What differs between vLLM versions; the only module that knows. Runs in every vLLM process.
 
-0.28         `compress_ratio` instead of `tokens_per_state`; `register_cross_layers_kv_cache`
+0.28         a compressed state's tokens are the spec's `compress_ratio`; the KV layout is a process-wide NHD or HND;
+             `register_cross_layers_kv_cache`
 0.28, 0.29   no `failed_recving`: failed loads are invalid block ids, with one KV cache group only
-0.30         `get_offloading_group_ids`: not every KV cache group is offloaded;
-             `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to
+0.29         `tokens_per_state` of a spec; `kv_cache_layout` of the cache's configuration
+0.30         `failed_recving`; CHUNK_LEVEL instead of BLOCK_LEVEL, which RequestOffloadingContext defaults to; HiSparse;
+             `get_offloading_group_ids`: not every KV cache group is offloaded
 0.31         `kv_tp_replicas`
+0.32         `hash_block_size` of the cache's configuration, which each worker is told
 0.33         manager.lock, config_info, submit_load(expedited=): inherited defaults do
 """
 
@@ -54,51 +57,84 @@ def require_supported_version(version: str) -> tuple[int, int]:
 
 
 REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "vllm.config": ("KVTransferConfig", "set_current_vllm_config"),
+    "vllm.engine.arg_utils": ("EngineArgs.create_engine_config",),
+    "vllm.envs": ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",),
+    "vllm.platforms": ("current_platform.get_device_capability",),
+    "vllm.model_executor.layers.mamba.mamba_utils": ("get_conv_state_layout",),
+    "vllm.utils.torch_utils": ("current_stream",),
+    "vllm.v1.core.kv_cache_utils": ("init_none_hash",),  # which sets NONE_HASH, and that is not there before
+    "vllm.v1.core.sched.scheduler": ("Scheduler.get_kv_connector",),
+    "vllm.v1.engine.core": ("EngineCore.collective_rpc",),
+    "vllm.v1.kv_offload.config": ("OffloadingConfig",),
     "vllm.v1.kv_offload.base": (
+        "OffloadingManager.on_new_request",
+        "OffloadingManager.on_request_finished",
         "OffloadingManager.lookup",
         "OffloadingManager.prepare_load",
         "OffloadingManager.prepare_store",
+        "OffloadingManager.complete_store",
         "OffloadingManager.on_schedule_end",
         "OffloadingManager.reset_cache",
+        "OffloadingManager.has_pending_work",
+        "OffloadingManager.shutdown",
+        "OffloadingSpec.build_metric_definitions",
         "OffloadingSpec.get_manager",
         "OffloadingSpec.get_worker",
         "OffloadingWorker.submit_store",
         "OffloadingWorker.submit_load",
         "OffloadingWorker.get_finished",
         "OffloadingWorker.wait",
+        "OffloadingWorker.shutdown",
+        "LookupResult.HIT",
+        "LookupResult.MISS",
         "LookupResult.RETRY",
+        "CanonicalKVCaches",
         "GPULoadStoreSpec",
         "LoadStoreSpec",
+        "OffloadKey",
         "PrepareStoreOutput",
+        "ReqContext",
         "RequestOffloadingContext",
+        "ScheduleEndContext",
         "TransferResult",
-        "CanonicalKVCaches",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": (
+        "KVConnectorHandshakeMetadata",
+        "KVConnectorMetadata",
+        "KVConnectorRole.SCHEDULER",
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
-        "OffloadingConnector.get_num_new_matched_tokens",
-        "OffloadingConnector.update_connector_output",
-        "OffloadingConnector.build_connector_meta",
-        "OffloadingConnector.build_connector_worker_meta",
         "OffloadingConnector.register_kv_caches",
-        "OffloadingConnector.reset_cache",
-        "OffloadingConnector.set_xfer_handshake_metadata_pp_aware",
         "OffloadingConnector.get_handshake_metadata",
+        "OffloadingConnector.handle_preemptions",
+        "OffloadingConnector.start_load_kv",
+        "OffloadingConnector.wait_for_save",
         "OffloadingConnector.get_finished",
+        "OffloadingConnector.get_block_ids_with_load_errors",
+        "OffloadingConnector.build_connector_worker_meta",
+        "OffloadingConnector.set_xfer_handshake_metadata_pp_aware",
+        "OffloadingConnector.on_new_request",
+        "OffloadingConnector.get_num_new_matched_tokens",
+        "OffloadingConnector.update_state_after_alloc",
+        "OffloadingConnector.build_connector_meta",
+        "OffloadingConnector.update_connector_output",
+        "OffloadingConnector.has_pending_push_work",
+        "OffloadingConnector.request_finished",
+        "OffloadingConnector.request_finished_all_groups",
+        "OffloadingConnector.take_events",
+        "OffloadingConnector.reset_cache",
+        "OffloadingConnector.get_kv_connector_stats",
     ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config": (),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": ("RequestOffloadState.update_offload_keys",),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": (
         "OffloadingWorkerMetadata.aggregate",
         "OffloadingConnectorMetadata",
     ),
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": (
-        "KVConnectorHandshakeMetadata",
-        "KVConnectorRole.SCHEDULER",
-    ),
-    "vllm.engine.arg_utils": ("EngineArgs.create_engine_config",),
-    "vllm.v1.engine.core": ("EngineCore.collective_rpc",),
-    "vllm.v1.core.sched.scheduler": ("Scheduler.get_kv_connector",),
 }
-"""Every name of vLLM that we override, call or subclass, checked once before the connector is set."""
+"""Every name of vLLM that we override, call or subclass and that every supported version has, checked once before the
+connector is set. But for `_custom_ops`, which loads a device's kernels: a worker without it runs without offload."""
 
 
 def require_names(required: Mapping[str, tuple[str, ...]] = REQUIRED) -> None:
@@ -145,14 +181,55 @@ def kv_tp_replicas(kv_cache_config: Any) -> int | None:
 
 
 def tokens_per_state(spec: Any) -> Any:
-    """Tokens that one stored state of a layer covers: 1, a number above it where state is compressed, -1 for Mamba."""
-    return getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    """Tokens in one state of a layer's KV cache: 1, more (or a fraction) where it is compressed, -1 for Mamba's.
+
+    Before 0.29 only the specs of MLA can be compressed; a uniform group's own spec has neither name.
+    """
+    return getattr(spec, "tokens_per_state", None) or getattr(spec, "compress_ratio", 1)
+
+
+def tokens_per_hash(cache_config: Any) -> int:
+    """Tokens that one block hash stands for. Workers before 0.32 are told only what the user set (0: nothing); vLLM
+    then derives it from the groups' block sizes."""
+    if hasattr(cache_config, "hash_block_size"):
+        return int(cache_config.hash_block_size or 0)
+    return int(cache_config.prefix_match_unit or 0)
+
+
+def page_layouts(vllm_config: Any) -> dict[str, str]:
+    """The order of a page's dimensions as this process resolved it: of attention (`NHD`, `HND`; `LBNHC` ... from 0.29
+    on), of ROCm's shuffled pages and of Mamba's convolution; and the device's kind, whose fp8 may be another."""
+    from vllm import envs
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+    from vllm.platforms import current_platform
+
+    return {
+        "attention": kv_cache_layout(vllm_config),
+        "convolution": str(get_conv_state_layout()),
+        "shuffled": str(envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT),
+        "device": f"{current_platform.device_type} {current_platform.get_device_capability()}",
+    }
+
+
+def kv_cache_layout(vllm_config: Any) -> str:
+    """The layout of attention's pages, by vLLM's name."""
+    if hasattr(vllm_config.cache_config, "kv_cache_layout"):
+        return str(vllm_config.cache_config.kv_cache_layout)
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends import utils
+
+    with set_current_vllm_config(vllm_config):  # 0.28 asks the connector where nobody chose a layout
+        return str(utils.get_kv_cache_layout())
+
+
+def has_host_resident_cache(vllm_config: Any) -> bool:
+    """Whether the KV cache is in host memory already (HiSparse, 0.30 and newer)."""
+    return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
 
 
 def num_nodes(parallel_config: Any) -> int:
     """Nodes that one engine spans."""
-    within = getattr(parallel_config, "nnodes_within_dp", None)
-    return int(within if within is not None else getattr(parallel_config, "nnodes", 1))
+    return int(parallel_config.nnodes_within_dp)
 
 
 def executor_name(parallel_config: Any) -> str:

@@ -260,7 +260,7 @@ class KVOffloadConnector(OffloadingConnector):
         """Requests whose keys mean something in this engine alone are told apart here."""
         if self._inert_because:
             return
-        is_private = request.lora_request is not None or bool(getattr(request, "mm_features", None))
+        is_private = request.lora_request is not None or bool(request.mm_features)
         self._manager.begin_request(request.request_id, is_private=is_private)
         super().on_new_request(request)
 
@@ -269,7 +269,7 @@ class KVOffloadConnector(OffloadingConnector):
         if self._inert_because:
             return 0, False
         state = self.scheduler_side._req_status[request.request_id]
-        if not state.transfer_jobs and not getattr(request, "skip_reading_prefix_cache", False):
+        if not state.transfer_jobs and not request.skip_reading_prefix_cache:
             self._manager.begin_lookup(request.request_id, compat.request_keys(state))
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched

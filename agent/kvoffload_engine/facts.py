@@ -3,6 +3,7 @@
 Runs in vLLM's workers; called once by `kvoffload_engine.connector` when vLLM registers the KV caches.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
             use_mla=bool(vllm_config.model_config.use_mla),
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
-            prefill_context_parallel_size=getattr(parallel, "prefill_context_parallel_size", 1),
-            decode_context_parallel_size=getattr(parallel, "decode_context_parallel_size", 1),
+            prefill_context_parallel_size=parallel.prefill_context_parallel_size,
+            decode_context_parallel_size=parallel.decode_context_parallel_size,
             world_size=parallel.world_size,
             num_nodes=compat.num_nodes(parallel),
             executor=compat.executor_name(parallel),
@@ -70,13 +71,12 @@ def observe_worker(vllm_config: Any, kv_cache_config: Any, kv_caches: CanonicalK
         vllm_version_minor=compat.require_supported_version(compat.installed_version()),
         vllm_config=vllm_config,
         layers=layers,
+        specs=[spec_values(specs[layer.name]) for layer in layers],
         groups=[(group.kv_cache_spec.block_size, group.layer_names) for group in groups],
         page_table=page_table,
         blocks_per_chunk=blocks_per_chunk,
-        tokens_per_hash=int(getattr(vllm_config.cache_config, "hash_block_size", None) or 0),
-        kv_dtypes=sorted(
-            {f"{getattr(spec, 'dtype', '')}/{getattr(spec, 'cache_dtype_str', '')}" for spec in specs.values()}
-        ),
+        tokens_per_hash=compat.tokens_per_hash(vllm_config.cache_config),
+        page_layouts=compat.page_layouts(vllm_config),
         attention_backends=compat.attention_backends(vllm_config),
         has_checksums=layout.has_checksums,
     )
@@ -103,6 +103,12 @@ def layer_specs(groups: Sequence[Any]) -> dict[str, Any]:
         for name in group.layer_names:
             specs[name] = per_layer.get(name, group.kv_cache_spec)
     return specs
+
+
+def spec_values(spec: Any) -> dict[str, str]:
+    """All that vLLM says of a layer's pages: sizes, dtypes, heads, windows. Numbers, enums and dtypes, so their text is
+    the same in every process."""
+    return {one.name: str(getattr(spec, one.name)) for one in dataclasses.fields(spec)}
 
 
 def observe_layers(groups: Sequence[Any], kv_caches: CanonicalKVCaches, specs: dict[str, Any]) -> list[LayerFacts]:

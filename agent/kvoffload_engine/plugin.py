@@ -191,13 +191,12 @@ def blocks_per_chunk(environment: Mapping[str, str]) -> int:
 def restore_multimodal(config: Any, as_asked: Any) -> None:
     """A connector that can receive makes vLLM accept embeddings, also incomplete ones, from the outside: put it
     back."""
-    ours = getattr(config.model_config, "multimodal_config", None)
-    users = getattr(as_asked.model_config, "multimodal_config", None)
+    ours = config.model_config.multimodal_config
+    users = as_asked.model_config.multimodal_config
     if ours is None or users is None:
         return
-    for name in ("enable_mm_embeds", "allow_missing_mm_embeddings"):
-        if hasattr(users, name):
-            setattr(ours, name, getattr(users, name))
+    ours.enable_mm_embeds = users.enable_mm_embeds
+    ours.allow_missing_mm_embeddings = users.allow_missing_mm_embeddings
 
 
 def leave_alone(reason: str, message: str, config: Any = None, socket_path: str = "") -> None:

@@ -189,22 +189,22 @@ def first_obstacle(facts: EngineFacts) -> Obstacle | None:
 
 
 def observe_engine(config: Any, environment: Mapping[str, str] = os.environ) -> EngineFacts:
-    """Read the facts from a VllmConfig. Attributes that a version does not have read as not set."""
+    """Read the facts from a VllmConfig."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     transfer = config.kv_transfer_config
     return EngineFacts(
         connector=transfer.kv_connector if transfer is not None else None,
-        native_offload=getattr(cache, "kv_offloading_size", None) is not None,
+        native_offload=cache.kv_offloading_size is not None,
         executor=compat.executor_name(parallel),
         num_nodes=compat.num_nodes(parallel),
         device=str(config.device_config.device_type),
         allocator_configuration=environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
         + environment.get("PYTORCH_ALLOC_CONF", ""),
-        has_cumem_allocator=bool(getattr(model, "enable_cumem_allocator", False)),
-        uses_replay_ssm=bool(getattr(cache, "use_replayssm", False)),
+        has_cumem_allocator=bool(model.enable_cumem_allocator),
+        uses_replay_ssm=bool(cache.use_replayssm),
         is_encoder_decoder=bool(model.is_encoder_decoder),
         runner=str(model.runner_type),
-        has_host_resident_cache=getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None,
-        has_prefix_match_unit=getattr(cache, "prefix_match_unit", None) is not None,
+        has_host_resident_cache=compat.has_host_resident_cache(config),
+        has_prefix_match_unit=cache.prefix_match_unit is not None,
         prefix_caching=bool(cache.enable_prefix_caching),
     )

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ class EngineProcess:
 
 
 @contextmanager
-def attached(path: Path, engine_id: str, **kwargs: int) -> Iterator[ByteEngine]:
+def attached(path: Path, engine_id: str, **kwargs: Any) -> Iterator[ByteEngine]:
     engine = ByteEngine(path, engine_id, **kwargs)
     engine.connect()
     engine.wait_for_room(1)
@@ -121,22 +122,27 @@ def test_one_engine_hits_what_another_of_its_tenant_stored(daemon: DaemonProcess
 
 
 @pytest.mark.parametrize(
-    ("what", "namespace", "kwargs", "none_hash"),
+    ("namespace", "kwargs"),
     [
-        ("another identity", "default", {"identity": 2}, b"none"),
-        ("another row", "default", {"part_bytes": 16384}, b"none"),
-        ("another tenant", "other", {}, b"none"),
+        ("default", {"identity": 2}),
+        ("default", {"part_bytes": 16384}),
+        ("default", {"ranks": 4, "part_bytes": 16384}),
+        ("default", {"none_hash": b"other"}),
+        ("default", {"key_bytes": 64}),
+        ("other", {}),
     ],
+    ids=["identity", "row", "row of as many bytes", "hash seed", "key bytes", "tenant"],
 )
 def test_case_4_what_means_something_else_is_never_hit(
-    daemon: DaemonProcess, what: str, namespace: str, kwargs: dict[str, int], none_hash: bytes
+    daemon: DaemonProcess, namespace: str, kwargs: dict[str, Any]
 ) -> None:
     keys = [key_of(number) for number in range(4)]
     with attached(daemon.attach("a"), "x") as first:
         first.store(keys)
         lookup_until_hit(first, keys)
         with attached(daemon.attach("b", namespace=namespace), "x", **kwargs) as second:
-            assert second.lookup(keys) == [-1] * 4, what
+            assert second.bound.num_ready == 0
+            assert second.lookup([key.ljust(second.key_bytes) for key in keys]) == [-1] * 4
 
 
 def test_case_4_pod_and_engine_names_are_no_part_of_the_namespace(daemon: DaemonProcess) -> None:

@@ -103,6 +103,17 @@ def private_keys_are_seen_by_nobody_else(socket_path: str) -> None:
 
 
 @check
+def engines_with_another_hash_seed_share_nothing(socket_path: str) -> None:
+    with ToyEngine(socket_path) as one, ToyEngine(socket_path, none_hash=b"other") as other:
+        ours, theirs = keys_of(420), keys_of(421)
+        one.store("s", ours, [0])
+        other.store("s", theirs, [0])
+        wait_until(lambda: one.is_hit(ours) and other.is_hit(theirs))
+        assert not other.is_hit(ours)
+        assert not one.is_hit(theirs)
+
+
+@check
 def until_every_rank_is_attached_everything_is_a_miss_and_nothing_is_stored(socket_path: str) -> None:
     with ToyEngine(socket_path) as engine:
         keys = keys_of(450)

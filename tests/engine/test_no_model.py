@@ -1,6 +1,6 @@
-"""Manager, workers and connector against the real classes of vLLM, without a model: `plain_checks.py`,
-`device_checks.py`, `lookup_checks.py`, `layout_checks.py`, `restart_checks.py`, `fault_checks.py` and
-`inert_checks.py`, one test a check.
+"""Manager, workers and connector against the real classes of vLLM, without a model: `compat_checks.py`,
+`plain_checks.py`, `device_checks.py`, `lookup_checks.py`, `layout_checks.py`, `restart_checks.py`, `fault_checks.py`
+and `inert_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -25,8 +25,8 @@ from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
-PLAIN_KINDS = ("plain", "device", "lookup", "layout")
-"""Checks that need a daemon and nothing done to it."""
+PLAIN_KINDS = ("compat", "plain", "device", "lookup", "layout")
+"""Checks that need no daemon, or one and nothing done to it."""
 CHECKS = [
     name
     for kind in (*PLAIN_KINDS, "restart", "fault", "inert")
@@ -85,7 +85,7 @@ def keep(deeds: dict[str, Callable[[], str | None]], commands: BinaryIO, answers
 
 
 def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
-    """The checks that need a daemon, and those that need it killed, with the real one."""
+    """The checks that need none or a daemon, and those that need it killed, with the real one."""
     with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
         socket = daemon.attach("pod-toy")
         results: dict[str, str] = {}

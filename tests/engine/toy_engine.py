@@ -77,6 +77,7 @@ class ToyEngine:
         part: str = "all",
         parts: Sequence[str] = (),
         identity: bytes = b"i" * 32,
+        none_hash: bytes = b"none",
         step_seconds: float = 0.5,
         transfers: Sequence[Transfer] = (),
     ) -> None:
@@ -120,7 +121,7 @@ class ToyEngine:
             self.workers.append(worker)
         self.manager = KVOffloadManager(step_seconds=step_seconds)
         hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
-        self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: b"none", chunks_per_step=32)
+        self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: none_hash, chunks_per_step=32)
         self.wait_until_ready()
 
     def wait_until_ready(self) -> None:

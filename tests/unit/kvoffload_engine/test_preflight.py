@@ -71,8 +71,11 @@ def test_what_a_connector_does_not_break_is_attached(change: dict[str, object]) 
 def vllm_config(**changes: object) -> SimpleNamespace:
     """The attributes that every supported version has; newer ones may be missing."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(is_encoder_decoder=False, runner_type="generate"),
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(is_encoder_decoder=False, runner_type="generate", enable_cumem_allocator=False),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=True, kv_offloading_size=None, use_replayssm=False, prefix_match_unit=None
+        ),
+        attention_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp", nnodes_within_dp=1),
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=None,
