@@ -29,10 +29,10 @@ KEYS = 1000
 ROUNDS = 60
 PART_BYTES = 4096
 STEP_SECONDS = 0.01
-"""Between two stores, and between two steps at saturation."""
+"""Between two stores, two steps at saturation, and two loads whose look-ups are `rested`: the core, which both sides
+share, has slept."""
 SETTLE_SECONDS = 0.001
-"""Between two loads: the daemon has released the last one by then. After a longer pause the core, which both sides
-share, has slept, and to wake it costs as much again."""
+"""Between two other loads: the daemon has released the last one by then, and the core is awake."""
 SATURATED_STEPS = 300
 LOADS_IN_STEP, KEYS_OF_LOAD = 4, 250
 STORES_IN_STEP, KEYS_OF_STORE = 8, 8
@@ -124,11 +124,15 @@ def measure(side: Any) -> dict[str, Any]:
     resident = new_keys(0)
     fill(side, resident)
     for number in range(1, ROUNDS + 1):
-        measure_load(side, f"load-{number}", resident, figures)
+        measure_load(side, f"load-{number}", resident, figures, SETTLE_SECONDS)
+    rested = Figures()
+    for number in range(1, ROUNDS + 1):
+        measure_load(side, f"rested-{number}", resident, rested, STEP_SECONDS)
     measure_steps(side, resident, figures)  # before the stores: vLLM's manager holds too few chunks for both
     for number in range(1, ROUNDS + 1):
         measure_store(side, f"store-{number}", new_keys(number * KEYS), figures)
-    return {**figures.times, "waits": figures.waits, "dropped": figures.dropped}
+    figures.times["rested"], figures.dropped["rested"] = rested.times["lookup"], rested.dropped["lookup"]
+    return {**figures.times, "waits": figures.waits + rested.waits, "dropped": figures.dropped}
 
 
 def fill(side: Any, keys: list[Any]) -> None:
@@ -177,7 +181,7 @@ def measure_store(side: Any, request: str, keys: list[Any], figures: Figures) ->
     time.sleep(STEP_SECONDS)
 
 
-def measure_load(side: Any, request: str, keys: list[Any], figures: Figures) -> None:
+def measure_load(side: Any, request: str, keys: list[Any], figures: Figures, pause_seconds: float) -> None:
     manager, context = side.manager, ReqContext(req_id=request)
     manager.on_new_request(context)
 
@@ -191,7 +195,7 @@ def measure_load(side: Any, request: str, keys: list[Any], figures: Figures) -> 
         figures.dropped["lookup"] += 1
         side.end_step()
         manager.on_request_finished(context)
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(pause_seconds)
         manager.on_new_request(context)
         waits = side.waits
 
@@ -203,7 +207,7 @@ def measure_load(side: Any, request: str, keys: list[Any], figures: Figures) -> 
 
     timed(figures.times["load"], load)
     figures.waits.append(side.waits - waits)
-    time.sleep(SETTLE_SECONDS)
+    time.sleep(pause_seconds)
 
 
 def measure_steps(side: Any, resident: list[Any], figures: Figures) -> None:

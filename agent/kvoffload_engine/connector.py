@@ -34,14 +34,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-from kvoffload import __version__
 from kvoffload.errors import UnsupportedEngine
 from kvoffload.layout.gate import LayoutDecision, LayoutVerdict
-from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine import compat
 from kvoffload_engine.environment import SOCKET_VARIABLE
-from kvoffload_engine.facts import WorkerFacts, observe_worker
-from kvoffload_engine.identity import common_identity, seed_of_keys
+from kvoffload_engine.facts import observe_worker
+from kvoffload_engine.hello import engine_digest, scheduler_hello, worker_hello
+from kvoffload_engine.identity import seed_of_keys
 from kvoffload_engine.log import logger
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.plugin import leave_alone
@@ -358,46 +357,3 @@ def chunks_per_step(vllm_config: Any, scheduler_side: Any) -> int:
     """How many chunks one step of the scheduler can compute at most, all groups together."""
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
     return sum(-(-tokens // group.tokens_per_chunk) for group in scheduler_side.config.kv_group_configs)
-
-
-def engine_digest(vllm_config: Any, facts: WorkerFacts) -> bytes:
-    """The identity that all processes of the engine say."""
-    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-    return (common_identity(facts.identity) if has_stages else facts.identity).digest
-
-
-def worker_hello(vllm_config: Any, process: bytes, facts: WorkerFacts) -> Hello:
-    """A worker's first message."""
-    verdict = facts.verdict
-    replicated = verdict.decision is LayoutDecision.REPLICATED
-    return _hello(
-        vllm_config,
-        process,
-        engine_digest(vllm_config, facts),
-        role="worker",
-        rank=facts.rank,
-        part=verdict.part,
-        part_bytes=facts.layout.part_bytes,
-        reason="" if replicated else verdict.reason.value,
-        message=verdict.message,
-    )
-
-
-def scheduler_hello(vllm_config: Any, process: bytes, digest: bytes) -> Hello:
-    """The scheduler's first message."""
-    return _hello(vllm_config, process, digest, role="scheduler", rank=-1)
-
-
-def _hello(vllm_config: Any, process: bytes, digest: bytes, **fields: Any) -> Hello:
-    return Hello(
-        protocol_min=PROTOCOL_VERSION,
-        protocol_max=PROTOCOL_VERSION,
-        engine_id=vllm_config.kv_transfer_config.engine_id[:128],
-        world_size=vllm_config.parallel_config.world_size,
-        identity=digest,
-        model=str(vllm_config.model_config.model)[-256:],
-        engine_version=compat.installed_version(),
-        agent_version=__version__,
-        process=process,
-        **fields,
-    )

@@ -43,7 +43,7 @@ miss. An idle engine makes its two further steps in milliseconds, just when wait
 MAX_BARRED_KEYS = 65536
 SHARED, PRIVATE = 0, 1
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
-"""Names of the module: `lookup` runs once a key, and the enum's own take a third of its time."""
+"""Names of the module: `lookup` runs once a key, and the enum's own took a quarter of its time."""
 NO_ROW = SlotRow(1, (0,) * MAX_RANKS, (1,) * MAX_RANKS, (0,) * MAX_RANKS)
 """In a job that every worker will fail (epoch 0) or that is empty."""
 

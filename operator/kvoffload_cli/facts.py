@@ -38,6 +38,10 @@ class NodePages:
     """Requests of our daemons' pods on this node."""
     requested_bytes_by_others: int
 
+    def are_kept_back(self, num_bytes: int) -> bool:
+        """Whether the node has so many bytes of these pages, and its kubelet does not give pods as many."""
+        return self.allocatable_bytes < num_bytes <= self.capacity_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
@@ -193,6 +197,10 @@ class ClusterFacts:
     def pool(self, name: str) -> KVOffloadPool | None:
         """The pool of that name."""
         return next((pool for pool in self.pools if pool.name == name), None)
+
+    def node(self, name: str) -> NodeFacts | None:
+        """The node of that name."""
+        return next((node for node in self.nodes if node.name == name), None)
 
     def is_absent(self, name: str) -> bool:
         """Whether there surely is no pool of that name: pools were read, and none that is invalid has it."""

@@ -1,6 +1,6 @@
 """From the API server's objects to `ClusterFacts`. Called by every command that looks at a cluster."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -8,25 +8,22 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kvoffload.api import keys
-from kvoffload.api.pool import KVOffloadPool, PageSize
+from kvoffload.api.pool import KVOffloadPool
 from kvoffload.api.region import KVOffloadRegion, RegionEngine
 from kvoffload.api.schema import build_crds
 from kvoffload.errors import InvalidSpec
-from kvoffload.units import parse_quantity
 from kvoffload_cli.facts import (
     ClusterFacts,
     CRDFacts,
     DaemonPod,
     DaemonSetFacts,
-    NodeFacts,
-    NodePages,
-    OptedInPod,
     Part,
     Workload,
 )
 from kvoffload_cli.kube import Denied, Reader, ReadFailed
 from kvoffload_cli.observe_absence import explain_absence
-from kvoffload_cli.observe_pods import came_label_late, count_restarts, last_end, timestamp, waiting_reasons
+from kvoffload_cli.observe_nodes import observe_nodes
+from kvoffload_cli.observe_pods import daemon_pod, labels_of, opted_in_pod, timestamp
 from kvoffload_cli.observe_release import (
     Manifest,
     certificate_facts,
@@ -64,7 +61,6 @@ PROBE = {
     },
 }
 """A pod that Pod Security `restricted` takes, for a pool that there is not: the webhook's answer is a skip reason."""
-FINISHED = ("Succeeded", "Failed")
 MOUNT_FAILED = "MountVolume."
 """How a kubelet's event begins that names the volume; the others of its reason only say that it waited."""
 
@@ -194,7 +190,7 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
     return ClusterFacts(
         now=now,
         server_version=server_version(seen.get("/version", Part.VERSION) or {}),
-        nodes=tuple(node_facts(one, pods) for one in seen.collection("/api/v1/nodes", Part.NODES)),
+        nodes=observe_nodes(seen.collection("/api/v1/nodes", Part.NODES), pods),
         pools=pools,
         regions=regions,
         daemons=observe_daemons(seen, pods),
@@ -246,82 +242,6 @@ def engines_by_pod(regions: Iterable[KVOffloadRegion]) -> dict[tuple[str, str], 
     return found
 
 
-def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
-    """A node and the huge pages that pods on it asked for."""
-    status, name = node["status"], node["metadata"]["name"]
-    here = [
-        pod
-        for pod in pods
-        if pod["spec"].get("nodeName") == name and pod.get("status", {}).get("phase") not in FINISHED
-    ]
-    pages = {}
-    for size in PageSize:
-        if size.resource_name not in status.get("allocatable", {}):
-            continue
-        by_pool: dict[str, int] = {}
-        by_others = 0
-        for pod in here:
-            requested = requested_bytes(pod, size.resource_name)
-            pool = labels_of(pod).get(keys.DAEMON_OF_LABEL)
-            if pool:
-                by_pool[pool] = by_pool.get(pool, 0) + requested
-            else:
-                by_others += requested
-        pages[size.value] = NodePages(
-            capacity_bytes=parse_quantity(status["capacity"][size.resource_name]),
-            allocatable_bytes=parse_quantity(status["allocatable"][size.resource_name]),
-            requested_bytes_by_pool=by_pool,
-            requested_bytes_by_others=by_others,
-        )
-    return NodeFacts(
-        name=name,
-        labels=labels_of(node),
-        pages=pages,
-        not_ready=not_ready(status),
-    )
-
-
-def not_ready(status: Manifest) -> str:
-    """Why a node is not ready, as its kubelet, or the controller that misses it, says; empty where it is."""
-    ready = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), None)
-    if ready is None:
-        return "it has not reported yet"
-    if ready["status"] == "True":
-        return ""
-    return ": ".join(filter(None, (ready.get("reason"), ready.get("message")))) or f"Ready is {ready['status']}"
-
-
-def requested_bytes(pod: Manifest, resource: str) -> int:
-    """What a pod asks of a resource: its containers' sum, or its largest init container."""
-    of_containers = [_request(container, resource) for container in pod["spec"].get("containers", [])]
-    of_init = [_request(container, resource) for container in pod["spec"].get("initContainers", [])]
-    return max(sum(of_containers), *of_init, 0)
-
-
-def opted_in_pod(pod: Manifest) -> OptedInPod:
-    """A pod that carries the opt-in label."""
-    metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
-    annotations = metadata.get("annotations", {})
-    ready = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), None)
-    return OptedInPod(
-        namespace=metadata["namespace"],
-        name=metadata["name"],
-        node=spec.get("nodeName", ""),
-        phase=status.get("phase", "Pending"),
-        is_deleting="deletionTimestamp" in metadata,
-        ready_since=timestamp(ready["lastTransitionTime"]) if ready and ready["status"] == "True" else None,
-        pool=metadata["labels"][keys.POOL_LABEL],
-        injected_version=annotations.get(keys.INJECTED_ANNOTATION, ""),
-        skip_reason=annotations.get(keys.SKIP_REASON_ANNOTATION, ""),
-        predicted_layout=annotations.get(keys.REPLICATED_LAYOUT_ANNOTATION, ""),
-        has_volume=any(volume["name"] == keys.VOLUME_NAME for volume in spec.get("volumes", [])),
-        label_is_late=came_label_late(pod),
-        num_restarts=count_restarts(pod),
-        last_end=last_end(pod),
-        waiting=waiting_reasons(pod),
-    )
-
-
 def observe_daemons(seen: Observation, pods: Iterable[Manifest]) -> tuple[DaemonPod, ...]:
     """Our pods on the nodes; of those that are not ready, what their kubelets cannot mount, by their events."""
     manifests = [pod for pod in pods if labels_of(pod).get(keys.DAEMON_OF_LABEL)]
@@ -339,33 +259,6 @@ def observe_daemons(seen: Observation, pods: Iterable[Manifest]) -> tuple[Daemon
     return tuple(
         daemon_pod(pod, mount_failure=failures.get((pod["metadata"]["namespace"], pod["metadata"]["name"]), ""))
         for pod in manifests
-    )
-
-
-def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
-    """A pod of ours on a node."""
-    status = pod.get("status", {})
-    containers = status.get("containerStatuses", [])
-    unscheduled = next(
-        (
-            f"not scheduled: {one.get('message', one.get('reason', ''))}"
-            for one in status.get("conditions", [])
-            if one["type"] == "PodScheduled" and one["status"] == "False"
-        ),
-        "",
-    )
-    return DaemonPod(
-        namespace=pod["metadata"]["namespace"],
-        name=pod["metadata"]["name"],
-        node=pod["spec"].get("nodeName", ""),
-        pool=labels_of(pod)[keys.DAEMON_OF_LABEL],
-        phase=status.get("phase", "Pending"),
-        is_ready=has_condition(status, "Ready"),
-        num_restarts=sum(container.get("restartCount", 0) for container in containers),
-        waiting=unscheduled or waiting_reasons(pod),
-        is_deleting="deletionTimestamp" in pod["metadata"],
-        created_at=timestamp(pod["metadata"]["creationTimestamp"]),
-        mount_failure="" if has_condition(status, "Ready") else mount_failure,
     )
 
 
@@ -402,11 +295,6 @@ def server_version(answer: Manifest) -> tuple[int, int]:
         return 0, 0
 
 
-def labels_of(manifest: Manifest) -> Mapping[str, str]:
-    """Labels, empty where there are none."""
-    return manifest["metadata"].get("labels") or {}
-
-
 def status_time(manifest: Manifest) -> dict[str, datetime]:
     """When the figures in the status of one of our objects were written last, by its name; empty where unknown.
 
@@ -419,12 +307,3 @@ def status_time(manifest: Manifest) -> dict[str, datetime]:
         if entry.get("time") and "f:usedBytes" in entry.get("fieldsV1", {}).get("f:status", {})
     ]
     return {metadata["name"]: max(times)} if times else {}
-
-
-def _request(container: Manifest, resource: str) -> int:
-    resources = container.get("resources", {})
-    amount = resources.get("requests", {}).get(resource) or resources.get("limits", {}).get(resource) or "0"
-    try:
-        return parse_quantity(amount)
-    except InvalidSpec:
-        return 0

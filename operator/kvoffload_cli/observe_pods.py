@@ -1,10 +1,12 @@
-"""From a pod's managed fields and container statuses to what `explain` and `doctor` say of it. For `observe`."""
+"""From a pod's manifest, its managed fields and container statuses, to what `explain`, `doctor` and `top` ask of it."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
 from kvoffload.api import keys
+from kvoffload_cli.facts import DaemonPod, OptedInPod
+from kvoffload_cli.observe_release import has_condition
 
 Manifest = Mapping[str, Any]
 
@@ -12,6 +14,11 @@ Manifest = Mapping[str, Any]
 def timestamp(text: str) -> datetime:
     """A Kubernetes time."""
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def labels_of(manifest: Manifest) -> Mapping[str, str]:
+    """Labels, empty where there are none."""
+    return manifest["metadata"].get("labels") or {}
 
 
 def came_label_late(pod: Manifest) -> bool | None:
@@ -68,3 +75,54 @@ def waiting_reasons(pod: Manifest) -> str:
 def _container_statuses(pod: Manifest) -> Iterable[Manifest]:
     status = pod.get("status", {})
     return (*status.get("initContainerStatuses", []), *status.get("containerStatuses", []))
+
+
+def opted_in_pod(pod: Manifest) -> OptedInPod:
+    """A pod that carries the opt-in label."""
+    metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
+    annotations = metadata.get("annotations", {})
+    ready = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), None)
+    return OptedInPod(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        node=spec.get("nodeName", ""),
+        phase=status.get("phase", "Pending"),
+        is_deleting="deletionTimestamp" in metadata,
+        ready_since=timestamp(ready["lastTransitionTime"]) if ready and ready["status"] == "True" else None,
+        pool=metadata["labels"][keys.POOL_LABEL],
+        injected_version=annotations.get(keys.INJECTED_ANNOTATION, ""),
+        skip_reason=annotations.get(keys.SKIP_REASON_ANNOTATION, ""),
+        predicted_layout=annotations.get(keys.REPLICATED_LAYOUT_ANNOTATION, ""),
+        has_volume=any(volume["name"] == keys.VOLUME_NAME for volume in spec.get("volumes", [])),
+        label_is_late=came_label_late(pod),
+        num_restarts=count_restarts(pod),
+        last_end=last_end(pod),
+        waiting=waiting_reasons(pod),
+    )
+
+
+def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
+    """A pod of ours on a node."""
+    status = pod.get("status", {})
+    containers = status.get("containerStatuses", [])
+    unscheduled = next(
+        (
+            f"not scheduled: {one.get('message', one.get('reason', ''))}"
+            for one in status.get("conditions", [])
+            if one["type"] == "PodScheduled" and one["status"] == "False"
+        ),
+        "",
+    )
+    return DaemonPod(
+        namespace=pod["metadata"]["namespace"],
+        name=pod["metadata"]["name"],
+        node=pod["spec"].get("nodeName", ""),
+        pool=labels_of(pod)[keys.DAEMON_OF_LABEL],
+        phase=status.get("phase", "Pending"),
+        is_ready=has_condition(status, "Ready"),
+        num_restarts=sum(container.get("restartCount", 0) for container in containers),
+        waiting=unscheduled or waiting_reasons(pod),
+        is_deleting="deletionTimestamp" in pod["metadata"],
+        created_at=timestamp(pod["metadata"]["creationTimestamp"]),
+        mount_failure="" if has_condition(status, "Ready") else mount_failure,
+    )

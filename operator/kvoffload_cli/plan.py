@@ -223,8 +223,6 @@ def pool_manifest(plan: SizingPlan, pool: str) -> str:
         f"  name: {_yaml_string(pool)}",
         "spec:",
         '  nodeSelector: {nvidia.com/gpu.present: "true"}',
-        "  tolerations:",
-        "  - {key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}",
         f"  capacity: {format_bytes(plan.capacity_bytes)}",
         f"  pageSize: {plan.page_name}",
     ]

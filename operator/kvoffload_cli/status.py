@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from kvoffload.api.conditions import find
+from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.api.pool import KVOffloadPool
 from kvoffload.api.region import KVOffloadRegion, RegionEngine
 from kvoffload.errors import InvalidSpec
@@ -51,7 +52,7 @@ def require_pools(facts: ClusterFacts) -> None:
     if not facts.serves_pools:
         raise ClusterUnavailable(
             "the cluster has no kind KVOffloadPool: its CRDs are not installed; helm install kvoffload "
-            "charts/kvoffload brings them, and so does kubectl apply --server-side -f charts/kvoffload/crds"
+            f"charts/kvoffload brings them, and so does, in a clone, {APPLY_CRDS_COMMAND}"
         )
 
 

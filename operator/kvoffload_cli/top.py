@@ -22,7 +22,7 @@ from rich.text import Text
 from kvoffload.api import keys
 from kvoffload_cli.facts import DaemonPod
 from kvoffload_cli.kube import ClusterReader, ClusterUnavailable, Denied, Reader
-from kvoffload_cli.observe import daemon_pod
+from kvoffload_cli.observe_pods import daemon_pod
 from kvoffload_cli.options import Context, Kubeconfig
 from kvoffload_cli.output import make_console, make_table, show_bytes
 

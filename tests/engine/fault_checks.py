@@ -51,9 +51,7 @@ def a_thousand_keys_are_held_up_by_one_deadline(socket_path: str, control: Contr
 @check
 def a_late_answer_means_retry_for_a_while_and_then_a_miss(socket_path: str, control: Control) -> None:
     with ToyEngine(socket_path, step_seconds=0.002) as engine:
-        keys = keys_of(1)
-        wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
-        wait_until(lambda: engine.is_hit(keys))
+        keys = engine.ensure_stored(keys_of(1))
         control.say("silent")
         seen, asked_at = [LookupResult.RETRY], time.monotonic()
         while seen[-1] is LookupResult.RETRY:
@@ -93,9 +91,7 @@ def an_answer_that_comes_between_two_steps_is_used_in_the_second_and_its_leases_
 @check
 def the_circuit_closes_when_late_answers_have_come_and_their_leases_go_back(socket_path: str, control: Control) -> None:
     with ToyEngine(socket_path, step_seconds=0.002) as engine:
-        keys = keys_of(2)
-        wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
-        wait_until(lambda: engine.is_hit(keys))
+        keys = engine.ensure_stored(keys_of(2))
         control.say("delay 0.1")
         for index in range(6):
             engine.look_up(f"late-{index}", keys)

@@ -58,8 +58,7 @@ def a_stopped_daemon_costs_the_first_request_two_deadlines_and_the_others_nothin
     socket_path: str, control: Control
 ) -> None:
     with ToyEngine(socket_path, step_seconds=0.25) as engine:
-        keys = keys_of(750)
-        wait_until(lambda: engine.is_hit(keys) or bool(engine.store(f"s{time.monotonic_ns()}", keys, [0])))
+        keys = engine.ensure_stored(keys_of(750))
         control.say("stop")
         waited = []
         for index in range(6):

@@ -53,14 +53,14 @@ def is_short(pool: KVOffloadPool, node: NodeFacts) -> bool:
 def is_short_by_name(facts: ClusterFacts, *, pool: str, node: str) -> bool:
     """The same of names; False where either is not known."""
     wanted = facts.pool(pool)
-    found = next((one for one in facts.nodes if one.name == node), None)
+    found = facts.node(node)
     return wanted is not None and found is not None and is_short(wanted, found)
 
 
 def counts_missing_pages(facts: ClusterFacts, *, pool: str, node: str) -> bool:
     """Whether the kubelet counts enough pages for the pool: where the daemon does not get them, they are gone."""
     wanted = facts.pool(pool)
-    found = next((one for one in facts.nodes if one.name == node), None)
+    found = facts.node(node)
     return wanted is not None and found is not None and allocatable_bytes(wanted, found) >= wanted.spec.capacity
 
 

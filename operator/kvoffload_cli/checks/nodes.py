@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from kvoffload.api.conditions import RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPool
+from kvoffload.api.reservation import RESTART_KUBELET, reserve_remedy
 from kvoffload.units import format_bytes
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, NodePages
@@ -25,12 +26,12 @@ def node_is_not_ready(facts: ClusterFacts) -> Found:
 def kubelet_reserves_pages(facts: ClusterFacts) -> Found:
     """A node has the pool's pages, and its kubelet keeps so many of them back that the pool cannot have them."""
     for pool, node, pages in _pages_of(facts):
-        if pages.allocatable_bytes < pool.spec.capacity <= pages.capacity_bytes:
+        if pages.are_kept_back(pool.spec.capacity):
             name = pool.spec.page_size.resource_name
             given, found = format_bytes(pages.allocatable_bytes), format_bytes(pages.capacity_bytes)
             needed = f"pool {pool.name} needs {format_bytes(pool.spec.capacity)}"
             message = f"its kubelet gives pods {given} of {found} {name}, {needed}"
-            remedy = f"take {name} out of the kubelet's systemReserved and kubeReserved, then systemctl restart kubelet"
+            remedy = f"take {name} out of the kubelet's systemReserved and kubeReserved, then {RESTART_KUBELET}"
             yield Severity.ERROR, f"node/{node.name}", message, remedy
 
 
@@ -48,11 +49,8 @@ def kubelet_counts_missing_pages(facts: ClusterFacts) -> Found:
                 f"and the daemon does not get pool {pool.name}'s {format_bytes(pool.spec.capacity)}: {ready.message}"
             )
             num_pages = -(-pages.allocatable_bytes // size.num_bytes)
-            remedy = (
-                f"on the node: grep . /sys/kernel/mm/hugepages/hugepages-{size.num_bytes // 1024}kB/*; where "
-                f"nr_hugepages is below {num_pages}, reserve them again, else end what holds them outside of pods; "
-                "then systemctl restart kubelet"
-            )
+            more = "if the daemon still does not get them, end what holds them outside of pods"
+            remedy = f"{reserve_remedy(size, num_pages)}; {more}"
             yield Severity.ERROR, f"node/{node.name}", message, remedy
 
 
