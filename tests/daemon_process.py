@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import endpoints
 from kvoffload.errors import DaemonUnavailable, SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.messages import AttachPod, Bind, Bound, EngineReady, Hello, Mapped
@@ -116,6 +118,7 @@ class DaemonProcess:
         self._listening: dict[str, tuple[AttachPod, socket.socket]] = {}
         self._attacher = Handoff(self.handoff / "attach.sock")
         self.process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
 
     def __enter__(self) -> "DaemonProcess":
         self.start()
@@ -155,6 +158,7 @@ class DaemonProcess:
             "KVOFFLOAD_QUARANTINE_SECONDS": "0.2",
             **self.environment,
         }
+        self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
         with self.log_path.open("ab") as log:
             # A test that is killed must not leave a daemon behind, which would keep the node's pages.
             command = ["setpriv", "--pdeathsig", "KILL", *self._program, "daemon"]
@@ -206,6 +210,30 @@ class DaemonProcess:
     def log(self) -> str:
         """What the daemon has logged."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    @property
+    def metrics_port(self) -> int:
+        """Where the daemon that was started last answers; waits until it says so."""
+        said: list[bytes] = []
+
+        def is_said() -> bool:
+            said[:] = re.findall(rb"endpoints on port (\d+)\n", self.log_path.read_bytes()[self._log_begin :])
+            return bool(said)
+
+        wait_until(is_said)
+        return int(said[-1])
+
+    def scrape(self) -> str:
+        """The text of its /metrics."""
+        return endpoints.scrape(self.metrics_port)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of its /metrics by its name with labels."""
+        return endpoints.samples(self.scrape())
+
+    def readyz(self) -> tuple[int, str]:
+        """HTTP status of its /readyz, and what it says."""
+        return endpoints.readyz(self.metrics_port)
 
     def kill(self) -> None:
         """SIGKILL, as the kernel or a crash would."""

@@ -1,7 +1,6 @@
-"""A daemon with a pool of 16 MiB, engines that fill it, and what its metrics say: for tests of the whole daemon."""
+"""A daemon with a pool of 16 MiB, and engines that fill it: for tests of the whole daemon."""
 
 import time
-import urllib.request
 from pathlib import Path
 
 from byte_engine import ByteEngine, key_of
@@ -48,18 +47,6 @@ def hits(engine: ByteEngine, keys: list[bytes]) -> int:
         engine.unpin(found)
         count += len(found)
     return count
-
-
-def scrape(daemon: DaemonProcess) -> str:
-    port = daemon.log.rsplit("endpoints on port ", 1)[1].split()[0]
-    with urllib.request.urlopen(f"http://localhost:{port}/metrics") as answer:
-        return str(answer.read().decode())
-
-
-def value(daemon: DaemonProcess, sample: str) -> float:
-    return next(
-        (float(line.rsplit(" ", 1)[1]) for line in scrape(daemon).splitlines() if line.startswith(sample + " ")), 0.0
-    )
 
 
 def hello(**changes: object) -> Hello:

@@ -22,7 +22,6 @@ from kvoffload_node.attach.attacher import Attacher
 from kvoffload_node.attach.handoff import Handoff
 from kvoffload_node.attach.pods import NodePods, ObservedPod
 from scripted_api_server import ScriptedApiServer
-from small_pool import value
 
 
 @dataclass
@@ -298,9 +297,9 @@ def test_a_pod_recreated_under_its_name_is_attached_beside_the_old_ones_folder(n
     new = TestEngine(second / "daemon.sock")
     node.remove_folder("uid-1")
     wait_until(lambda: node.attacher.num_attached == 1)
-    wait_until(lambda: value(node.daemon, 'kvoffload_engines{layout="replicated"}') == 2)
+    wait_until(lambda: node.daemon.metrics()['kvoffload_engines{layout="replicated"}'] == 2)
     old.close()
-    wait_until(lambda: value(node.daemon, 'kvoffload_engines{layout="replicated"}') == 1)
+    wait_until(lambda: node.daemon.metrics()['kvoffload_engines{layout="replicated"}'] == 1)
     TestEngine(second / "daemon.sock", engine_id="another").close()
     new.close()
 

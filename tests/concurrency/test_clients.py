@@ -27,7 +27,7 @@ from kvoffload.protocol.messages import (
     Reserve,
     Reserved,
 )
-from small_pool import hello, start, value
+from small_pool import hello, start
 
 
 @pytest.mark.alone
@@ -87,8 +87,8 @@ def test_before_a_hello_no_frame_longer_than_a_hello_is_taken(folder: Path) -> N
             sock.sendall((MAX_HELLO_BYTES + 1).to_bytes(4, "little"))
             sock.settimeout(5)
             assert sock.recv(1) == b""
-        assert value(daemon, 'kvoffload_sessions_closed_total{reason="Malformed"}') == 1
-        assert value(daemon, 'kvoffload_refusals_total{reason="Malformed"}') == 1
+        assert daemon.metrics()['kvoffload_sessions_closed_total{reason="Malformed"}'] == 1
+        assert daemon.metrics()['kvoffload_refusals_total{reason="Malformed"}'] == 1
 
 
 def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_pod_that_opens_connections_without_end_leaves_another_pod_served(fold
             opened[-1].connect(str(path))
         with pytest.raises(SessionRefused, match="allowed are 1024"):
             Session.connect(str(path), hello())
-        wait_until(lambda: value(daemon, 'kvoffload_sessions_closed_total{reason="TooManyConnections"}') > 0)
+        wait_until(lambda: daemon.metrics()['kvoffload_sessions_closed_total{reason="TooManyConnections"}'] > 0)
         TestEngine(daemon.attach("good")).close()
         for sock in opened:
             sock.close()
@@ -119,21 +119,21 @@ def test_what_a_pod_can_make_the_daemon_hold_is_bounded_and_another_pod_is_serve
             hold_unfinished_frame(session._sock)
         good.scheduler.send(Reserve(1, 1))
         good.scheduler.wait_for(Reserved, 30)
-        assert 0 < value(daemon, "kvoffload_session_held_bytes") <= 32 << 20
-        ended = value(daemon, 'kvoffload_sessions_closed_total{reason="TooManyBytes"}')
+        assert 0 < daemon.metrics()["kvoffload_session_held_bytes"] <= 32 << 20
+        ended = daemon.metrics()['kvoffload_sessions_closed_total{reason="TooManyBytes"}']
         assert ended > len(sessions) // 2
-        assert value(daemon, 'kvoffload_refusals_total{reason="TooManyBytes"}') == ended
+        assert daemon.metrics()['kvoffload_refusals_total{reason="TooManyBytes"}'] == ended
         assert daemon.log.count("allowed are 33554432") == 1, "said once"
         for engine in engines:
             engine.close()
-        wait_until(lambda: value(daemon, "kvoffload_session_held_bytes") == 0)
+        wait_until(lambda: daemon.metrics()["kvoffload_session_held_bytes"] == 0)
         engines = [TestEngine(bad, engine_id=f"f{number}", ranks=32, part_bytes=4096) for number in range(30)]
         for engine in engines:
             for session in (*engine.workers, engine.scheduler):
                 ask_without_reading(session._sock)
         good.scheduler.send(Reserve(1, 1))
         good.scheduler.wait_for(Reserved, 30)
-        assert value(daemon, "kvoffload_session_held_bytes") > 0
+        assert daemon.metrics()["kvoffload_session_held_bytes"] > 0
         assert _peak_bytes(daemon.process.pid) < before + allowed
         for engine in (good, *engines):
             engine.close()

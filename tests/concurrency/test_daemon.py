@@ -3,8 +3,6 @@
 import os
 import re
 import subprocess
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,15 +13,8 @@ from kvoffload.errors import RefusalReason, SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.messages import Drain, Generation, Lookup, Reserve, Reserved
 from kvoffload_node.index.table import Eviction
-from small_pool import attach, fill, hello, hits, scrape, start, value
-
-
-def not_ready(port: str) -> str:
-    """Why /readyz refuses."""
-    with pytest.raises(urllib.error.HTTPError) as answer:
-        urllib.request.urlopen(f"http://localhost:{port}/readyz")
-    with answer.value as refusal:
-        return refusal.read().decode()
+from kvoffload_node.session.engines import EndReason
+from small_pool import attach, fill, hello, hits, start
 
 
 def test_after_a_reset_an_engine_misses_its_own_and_hits_the_keys_of_others(folder: Path) -> None:
@@ -79,9 +70,7 @@ def test_a_paused_pool_sends_engines_away_and_keeps_their_cache(folder: Path) ->
 def test_a_pool_that_observes_touches_nothing(mount: Path, folder: Path) -> None:
     before = os.statvfs(mount).f_bfree
     with start(folder, mount, mode="Observe") as daemon:
-        wait_until(lambda: "endpoints on port" in daemon.log)
-        port = daemon.log.rsplit("endpoints on port ", 1)[1].split()[0]
-        wait_until(lambda: "observes" in not_ready(port))
+        wait_until(lambda: daemon.readyz()[0] == 503 and "observes" in daemon.readyz()[1])
         assert os.statvfs(mount).f_bfree == before
         assert not (daemon.handoff / "attach.sock").exists()
 
@@ -92,7 +81,7 @@ def test_metrics_are_those_of_the_golden_file_and_promtool_finds_no_fault(folder
         path = daemon.attach("pod")
         engine = TestEngine(path)
         engine.scheduler.send(Lookup(1, bytes(32)))
-        text = scrape(daemon)
+        text = daemon.scrape()
         described = [line for line in text.splitlines() if line.startswith(("# HELP", "# TYPE"))]
         samples = (line for line in text.splitlines() if not line.startswith("#"))
         names = sorted({re.sub(r'="[^"]*"', "", line.rpartition(" ")[0]) for line in samples})
@@ -110,23 +99,26 @@ def test_what_alerts_count_begins_at_0(folder: Path) -> None:
     """A series that begins with the first event shows no increase."""
     with start(folder, None) as daemon:
         daemon.attach("pod")
-        text = scrape(daemon)
+        text = daemon.scrape()
         refused = [f'kvoffload_refusals_total{{reason="{reason.value}"}} 0.0' for reason in RefusalReason]
         evicted = [f'kvoffload_evicted_bytes_total{{reason="{reason}"}} 0.0' for reason in Eviction.ALL]
-        assert {*refused, *evicted} <= set(text.splitlines())
+        ended = [
+            f'kvoffload_sessions_closed_total{{reason="{reason.value}"}} 0.0' for reason in (*RefusalReason, *EndReason)
+        ]
+        assert {*refused, *evicted, *ended} <= set(text.splitlines())
 
 
 def test_engines_that_are_not_as_predicted_are_counted(folder: Path) -> None:
     with start(folder, None) as daemon:
         promised, other = daemon.attach("a", predicted="replicated"), daemon.attach("b", predicted="auto")
         as_promised = TestEngine(promised, engine_id="one", ranks=2)
-        assert value(daemon, "kvoffload_engines_mispredicted") == 0
+        assert daemon.metrics()["kvoffload_engines_mispredicted"] == 0
         engines = [TestEngine(path, engine_id="two", ranks=2, replicated=False) for path in (promised, other)]
-        assert value(daemon, 'kvoffload_engines{layout="per-rank"}') == 2
-        assert value(daemon, "kvoffload_engines_mispredicted") == 1
+        assert daemon.metrics()['kvoffload_engines{layout="per-rank"}'] == 2
+        assert daemon.metrics()["kvoffload_engines_mispredicted"] == 1
         for engine in (as_promised, *engines):
             engine.close()
-        wait_until(lambda: value(daemon, "kvoffload_engines_mispredicted") == 0)
+        wait_until(lambda: daemon.metrics()["kvoffload_engines_mispredicted"] == 0)
 
 
 def test_deduplicated_bytes_are_the_copies_that_a_plain_layout_would_have_kept(folder: Path) -> None:
@@ -143,6 +135,6 @@ def test_deduplicated_bytes_are_the_copies_that_a_plain_layout_would_have_kept(f
         engine.scheduler.send(Assign(reserved.epoch, offsets, bytes(range(32)) + bytes(32 * (count - 1))))
         for worker in engine.workers:
             worker.send(Seal(reserved.epoch, offsets))
-        wait_until(lambda: value(daemon, "kvoffload_stored_bytes_total") == count * 65536)
-        assert value(daemon, "kvoffload_deduplicated_bytes_total") == 3 * count * 65536
+        wait_until(lambda: daemon.metrics()["kvoffload_stored_bytes_total"] == count * 65536)
+        assert daemon.metrics()["kvoffload_deduplicated_bytes_total"] == 3 * count * 65536
         engine.close()

@@ -11,7 +11,7 @@ import pytest
 from byte_engine import key_of
 from daemon_process import DaemonProcess, wait_until
 from kvoffload.errors import DaemonUnavailable
-from small_pool import CAPACITY_BYTES, NUM_SLOTS, attach, fill, hits, start, value
+from small_pool import CAPACITY_BYTES, NUM_SLOTS, attach, fill, hits, start
 
 
 @pytest.mark.hugepages
@@ -22,7 +22,7 @@ def test_a_pool_filled_by_one_model_is_given_to_another_of_the_same_tenant(mount
         fill(first, NUM_SLOTS, salt=1)
         keys = fill(second, 120, salt=2)
         assert hits(second, keys) == 120
-        assert value(daemon, 'kvoffload_evicted_bytes_total{reason="ExtentMoved"}') > 0
+        assert daemon.metrics()['kvoffload_evicted_bytes_total{reason="ExtentMoved"}'] > 0
         first.close()
         second.close()
 
@@ -65,8 +65,8 @@ def test_a_pod_that_shares_with_nobody_leaves_nothing_behind(mount: Path, folder
         wait_until(lambda: not list((mount / f"kvoffload-{daemon.pool}").iterdir()))
         assert len(files) == 2
         # counted on without it: a counter that falls would be a reset for Prometheus
-        assert value(daemon, 'kvoffload_evicted_bytes_total{reason="TenantGone"}') == 32 * 65536
-        assert value(daemon, "kvoffload_prefault_ratio") == 0
+        assert daemon.metrics()['kvoffload_evicted_bytes_total{reason="TenantGone"}'] == 32 * 65536
+        assert daemon.metrics()["kvoffload_prefault_ratio"] == 0
 
 
 @pytest.mark.alone
@@ -118,7 +118,7 @@ def test_a_capacity_that_changed_keeps_the_cache_and_gives_back_what_is_above_it
 
         def shrunk() -> bool:
             engine.acknowledge_revocations()
-            return value(daemon, "kvoffload_prefault_ratio") <= 1
+            return daemon.metrics()["kvoffload_prefault_ratio"] <= 1
 
         wait_until(shrunk)
         kept = hits(engine, keys)
@@ -129,7 +129,7 @@ def test_a_capacity_that_changed_keeps_the_cache_and_gives_back_what_is_above_it
         engine.connect()
         assert hits(engine, keys) == kept
         fill(engine, NUM_SLOTS - kept, salt=2)
-        assert value(daemon, "kvoffload_prefault_ratio") == 1
+        assert daemon.metrics()["kvoffload_prefault_ratio"] == 1
         engine.close()
 
 
@@ -166,7 +166,7 @@ def test_a_smaller_capacity_says_on_whom_it_waits_until_that_one_lets_go(mount: 
         reader.check_held()
         reader.unpin(list(reader.held.pins))
         wait_until(lambda: said("AsAsked", ""), timeout_seconds=60)
-        assert value(daemon, "kvoffload_prefault_ratio") == 1
+        assert daemon.metrics()["kvoffload_prefault_ratio"] == 1
         reader.close()
         idle.close()
         daemon.kill()
@@ -191,7 +191,7 @@ def test_extents_are_given_to_two_numa_nodes_in_turn(folder: Path) -> None:
     with start(folder, None, host_of_two_nodes(folder, first, second, allowed=f"{first},{second}")) as daemon:
         engine = attach(daemon.attach("pod"), "a")
         fill(engine, NUM_SLOTS, salt=1)
-        given = [value(daemon, f'kvoffload_numa_extents{{numa_node="{node}"}}') for node in (0, 1)]
+        given = [daemon.metrics()[f'kvoffload_numa_extents{{numa_node="{node}"}}'] for node in (0, 1)]
         assert given[0] == given[1] > 0
         assert "come from any NUMA node" not in daemon.log
         engine.close()

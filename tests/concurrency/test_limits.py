@@ -12,7 +12,7 @@ from daemon_process import DaemonProcess, TestEngine, connect, wait_until
 from kvoffload.errors import KVOffloadError, SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.messages import MAX_KEYS, Bind, Hello, Lookup, Mapped, Refused, Reserve, Reserved, Unpin
-from small_pool import CAPACITY_BYTES, NUM_SLOTS, attach, fill, hello, start, value
+from small_pool import CAPACITY_BYTES, NUM_SLOTS, attach, fill, hello, start
 
 
 def test_a_refused_hello_says_why(folder: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_refused_hello_says_why(folder: Path) -> None:
             with pytest.raises(SessionRefused, match=words) as refused:
                 Session.connect(str(path), message)
             assert refused.value.reason.value == reason
-            assert value(daemon, f'kvoffload_refusals_total{{reason="{reason}"}}') == 1
+            assert daemon.metrics()[f'kvoffload_refusals_total{{reason="{reason}"}}'] == 1
         engine.close()
 
 
@@ -45,9 +45,9 @@ def test_engines_that_are_left_alone_take_no_place_and_are_told_apart(folder: Pa
         alone = Session.connect(str(path), left_alone(1))
         other = daemon.attach("other")
         engines = [TestEngine(path), TestEngine(other)]
-        assert value(daemon, 'kvoffload_engines{layout="left-alone"}') == 1
-        assert value(daemon, 'kvoffload_engines{layout="pending"}') == 0
-        assert value(daemon, 'kvoffload_engines{layout="replicated"}') == 2
+        assert daemon.metrics()['kvoffload_engines{layout="left-alone"}'] == 1
+        assert daemon.metrics()['kvoffload_engines{layout="pending"}'] == 0
+        assert daemon.metrics()['kvoffload_engines{layout="replicated"}'] == 2
         with pytest.raises(SessionRefused, match="of this pod are attached"):
             Session.connect(str(path), left_alone(2))
         for engine in (*engines, alone):
@@ -59,7 +59,7 @@ def test_an_id_that_is_left_alone_gets_no_rank(folder: Path) -> None:
         path = daemon.attach("pod")
         with pytest.raises(KVOffloadError):
             connect(path, hello(engine_id="without-1", role="worker", rank=0, part="all", part_bytes=4096))
-        assert value(daemon, 'kvoffload_sessions_closed_total{reason="Malformed"}') == 1
+        assert daemon.metrics()['kvoffload_sessions_closed_total{reason="Malformed"}'] == 1
 
 
 def test_an_engine_that_is_left_alone_does_not_hold_up_eviction_after_a_restart(folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_one_pod_has_half_of_the_engines_that_a_node_may_have(folder: Path) -> N
         with pytest.raises(SessionRefused, match="one pod may have 2 of the 4 ") as refused:
             Session.connect(str(greedy), hello(engine_id="third"))
         assert refused.value.reason.value == "TooManyEnginesInPod"
-        assert value(daemon, 'kvoffload_refusals_total{reason="TooManyEnginesInPod"}') == 1
+        assert daemon.metrics()['kvoffload_refusals_total{reason="TooManyEnginesInPod"}'] == 1
         engines += [TestEngine(modest, engine_id=f"e{number}", ranks=1) for number in range(2)]
         for engine in engines:
             engine.close()
@@ -181,7 +181,7 @@ def test_20000_leases_are_kept_over_a_restart_and_go_back(folder: Path) -> None:
         daemon.kill()
         daemon.start()
         engine.connect()
-        assert value(daemon, 'kvoffload_slots{state="leased"}') == num_leases
+        assert daemon.metrics()['kvoffload_slots{state="leased"}'] == num_leases
         other = ByteEngine(path, "b", ranks=1, part_bytes=4096)
         other.connect()
         fill(other, capacity_bytes // 4096 - num_leases, salt=2, at_once=2048)
@@ -191,8 +191,8 @@ def test_20000_leases_are_kept_over_a_restart_and_go_back(folder: Path) -> None:
         held = list(engine.held.pins)
         for at in range(0, num_leases, MAX_KEYS):
             engine.unpin(held[at : at + MAX_KEYS])
-        wait_until(lambda: value(daemon, 'kvoffload_slots{state="leased"}') == 0)
-        assert value(daemon, 'kvoffload_sessions_closed_total{reason="Malformed"}') == 0
+        wait_until(lambda: daemon.metrics()['kvoffload_slots{state="leased"}'] == 0)
+        assert daemon.metrics()['kvoffload_sessions_closed_total{reason="Malformed"}'] == 0
         other.close()
         engine.close()
 
@@ -203,14 +203,14 @@ def attach_many(daemon: DaemonProcess, num_engines: int, ranks: int) -> None:
         TestEngine(paths[number % 4], engine_id=f"e{number}", ranks=ranks, part_bytes=8192)
         for number in range(num_engines)
     ]
-    assert value(daemon, 'kvoffload_engines{layout="replicated"}') == num_engines
+    assert daemon.metrics()['kvoffload_engines{layout="replicated"}'] == num_engines
     for engine in engines:
         engine.scheduler.send(Bind(b"none", 32), Lookup(1, bytes(32)), Unpin(b""))
     with pytest.raises(SessionRefused, match="maxEnginesPerNode"):
         Session.connect(str(paths[0]), hello(engine_id="one too many"))
     for engine in engines:
         engine.close()
-    wait_until(lambda: value(daemon, 'kvoffload_engines{layout="replicated"}') == 0)
+    wait_until(lambda: daemon.metrics()['kvoffload_engines{layout="replicated"}'] == 0)
     wait_until(lambda: not list((daemon.state / "attachments").iterdir()))
 
 

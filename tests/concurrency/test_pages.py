@@ -6,8 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,27 +103,17 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def readyz(daemon: DaemonProcess) -> tuple[int, str]:
-    wait_until(lambda: "endpoints on port" in daemon.log)
-    port = daemon.log.rsplit("endpoints on port ", 1)[1].split()[0]
-    try:
-        with urllib.request.urlopen(f"http://localhost:{port}/readyz") as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def test_case_21_too_few_pages_are_a_condition_with_numbers_and_end_when_there_are_enough(
     mount: Path, folder: Path
 ) -> None:
     taken = RegionFile(mount / "somebody-else", NUM_PAGES * PAGE_BYTES)
     taken.allocate(0, 4 * PAGE_BYTES)
     with DaemonProcess(folder, capacity_bytes=NUM_PAGES * PAGE_BYTES, mount=mount) as daemon:
-        wait_until(lambda: readyz(daemon)[0] == 503 and "asked for 16Mi" in readyz(daemon)[1])
-        assert "reserve" in readyz(daemon)[1]
+        wait_until(lambda: daemon.readyz()[0] == 503 and "asked for 16Mi" in daemon.readyz()[1])
+        assert "reserve" in daemon.readyz()[1]
         assert pages(mount) == NUM_PAGES - 4, "the daemon holds a half-made region"
         taken.punch(0, 4 * PAGE_BYTES)
-        wait_until(lambda: readyz(daemon)[0] == 200)
+        wait_until(lambda: daemon.readyz()[0] == 200)
     taken.close()
 
 
@@ -155,9 +143,9 @@ def test_case_21_a_cgroup_limit_below_the_capacity_is_named_with_both_numbers(
         enter = f"echo $$ > {cgroup}/cgroup.procs && exec {sys.executable} -m kvoffload_node daemon"
         program = ["sh", "-c", enter]
         with DaemonProcess(folder, capacity_bytes=NUM_PAGES * PAGE_BYTES, mount=mount, program=program) as daemon:
-            wait_until(lambda: "cgroup limit of 8Mi" in readyz(daemon)[1])
-            assert "asked for 16Mi" in readyz(daemon)[1]
-            assert "free on the node" in readyz(daemon)[1]
+            wait_until(lambda: "cgroup limit of 8Mi" in daemon.readyz()[1])
+            assert "asked for 16Mi" in daemon.readyz()[1]
+            assert "free on the node" in daemon.readyz()[1]
             assert pages(mount) == NUM_PAGES
     finally:
         cgroup.rmdir()
@@ -167,7 +155,7 @@ def test_case_21_a_cgroup_limit_below_the_capacity_is_named_with_both_numbers(
 def test_case_22_pages_once_reserved_cannot_be_taken_by_another_program(mount: Path, folder: Path) -> None:
     thief = RegionFile(mount / "thief", NUM_PAGES * PAGE_BYTES)
     with DaemonProcess(folder, capacity_bytes=NUM_PAGES * PAGE_BYTES, mount=mount) as daemon:
-        wait_until(lambda: readyz(daemon)[0] == 200)
+        wait_until(lambda: daemon.readyz()[0] == 200)
         engine = ByteEngine(daemon.attach("pod"), "engine")
         engine.connect()
         for number in range(NUM_PAGES * PAGE_BYTES // engine.slot_bytes // 16):
@@ -223,7 +211,7 @@ def test_files_without_an_owner_go_and_what_is_not_ours_stays(mount: Path, folde
     (ours / "notes.txt").touch()
     (mount / "foreign").touch()
     with daemon:
-        wait_until(lambda: readyz(daemon)[0] == 200)
+        wait_until(lambda: daemon.readyz()[0] == 200)
         assert not (ours / "tenant-0123.region").exists()
         assert (ours / "notes.txt").exists()
         assert (mount / "foreign").exists()
@@ -231,4 +219,4 @@ def test_files_without_an_owner_go_and_what_is_not_ours_stays(mount: Path, folde
 
 def test_without_huge_pages_a_pool_without_fallback_says_why(folder: Path) -> None:
     with DaemonProcess(folder, capacity_bytes=16 << 20, fallback="None") as daemon:
-        wait_until(lambda: readyz(daemon)[0] == 503 and "fallback" in readyz(daemon)[1])
+        wait_until(lambda: daemon.readyz()[0] == 503 and "fallback" in daemon.readyz()[1])

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
+import endpoints
 from hack.cache import REPOSITORY
 from hack.cluster.programs import PROGRAMS
 
@@ -330,15 +330,13 @@ def start_process(
         )
 
 
-def read_metrics(port: int) -> dict[str, float]:
+def checked_metrics(port: int) -> dict[str, float]:
     """What a process of this machine exposes, by sample; promtool has to find no fault in it."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    text = endpoints.scrape(port)
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"promtool: {done.stdout}{done.stderr}")
-    samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-    return {sample: float(value) for sample, _, value in samples}
+    return endpoints.samples(text)
 
 
 @contextlib.contextmanager

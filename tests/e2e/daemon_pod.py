@@ -7,11 +7,11 @@ import itertools
 import random
 import re
 import threading
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import endpoints
 from hack.console import wait_until
 from hack.demo import run as demo
 from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE
@@ -70,7 +70,7 @@ def roll_under_load(stage: Stage) -> Roll:
     """Restart the DaemonSet while server B gets prompts that it has to store; then ask for what was there before."""
     kubernetes, roll, enough = stage.kubernetes, Roll(), threading.Event()
     server = find_server(kubernetes, name="vllm-b")
-    roll.ready_before = read_metric(daemon_pod(kubernetes), 'kvoffload_slots{state="ready"}')
+    roll.ready_before = metrics(daemon_pod(kubernetes))['kvoffload_slots{state="ready"}']
     load = threading.Thread(target=_keep_asking, args=(server, roll, enough))
     load.start()
     try:
@@ -81,25 +81,22 @@ def roll_under_load(stage: Stage) -> Roll:
         pod = daemon_pod(kubernetes)
         wait_until(
             "both engines to confirm their layout to the new daemon",
-            lambda: read_metric(pod, 'kvoffload_engines{layout="replicated"}') == len(SERVERS),
+            lambda: metrics(pod)['kvoffload_engines{layout="replicated"}'] == len(SERVERS),
             timeout_seconds=ATTACH_SECONDS,
             explain=lambda: kubernetes.log_tail(pod),
         )
     finally:
         enough.set()
         load.join()
-    hits_before = read_metric(pod, 'kvoffload_lookups_total{result="hit"}')
+    hits_before = metrics(pod)['kvoffload_lookups_total{result="hit"}']
     roll.warm_after = demo.ask(server, demo_prompts())
-    roll.hits_after = read_metric(pod, 'kvoffload_lookups_total{result="hit"}') - hits_before
-    roll.ready_after = read_metric(pod, 'kvoffload_slots{state="ready"}')
+    roll.hits_after = metrics(pod)['kvoffload_lookups_total{result="hit"}'] - hits_before
+    roll.ready_after = metrics(pod)['kvoffload_slots{state="ready"}']
     return roll
 
 
-def read_metric(pod: dict[str, Any], sample: str) -> float:
-    """One sample of the daemon's /metrics, by its name with labels; 0 where it has none."""
-    with urllib.request.urlopen(f"http://{pod['status']['podIP']}:{DAEMON_METRICS_PORT}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == sample), 0.0)
+def metrics(pod: dict[str, Any]) -> dict[str, float]:
+    return endpoints.samples(endpoints.scrape(DAEMON_METRICS_PORT, pod["status"]["podIP"]))
 
 
 def _keep_asking(server: Server, roll: Roll, enough: threading.Event) -> None:

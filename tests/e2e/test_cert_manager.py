@@ -20,6 +20,7 @@ import pytest
 import yaml
 from cryptography import x509
 
+import endpoints
 from e2e.control_plane import (
     NAMESPACE,
     ControlPlane,
@@ -38,7 +39,6 @@ from e2e.webhook_replicas import (
     host_address,
     is_injected,
     publish,
-    read_metric,
 )
 from hack.cert_manager.program import cert_manager_crds, ensure_cert_manager
 from operator_builders import pod_manifest
@@ -82,6 +82,9 @@ class Webhook:
     port: int
     metrics_port: int
     tls: Path
+
+    def metrics(self) -> dict[str, float]:
+        return endpoints.samples(endpoints.scrape(self.metrics_port))
 
     @property
     def served(self) -> x509.Certificate:
@@ -207,7 +210,7 @@ def test_our_webhook_serves_it_pods_are_injected_and_pools_checked(
     assert {one.served.serial_number for one in webhooks} == {issued.serial_number}
     end = issued.not_valid_after_utc
     expiry = "kvoffload_operator_certificate_expiry_timestamp_seconds"
-    assert {read_metric(one.metrics_port, expiry) for one in webhooks} == {end.timestamp()}
+    assert {one.metrics()[expiry] for one in webhooks} == {end.timestamp()}
     secret = certificate(plane)["spec"]["secretName"]
     assert certificates_for_doctor(plane) == {f"secret {NAMESPACE}/{secret}": end}
     with running_operator(plane, certificate_mode="cert-manager"):

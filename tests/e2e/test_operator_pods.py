@@ -11,8 +11,8 @@ import pytest
 from e2e.control_plane import (
     ControlPlane,
     OperatorProcess,
+    checked_metrics,
     free_port,
-    read_metrics,
     report_regions,
     running_operator,
     start_operator,
@@ -117,7 +117,7 @@ def test_pods_that_the_webhook_missed_are_counted_while_they_run(
     port = free_port()
 
     def count() -> float | None:
-        return read_metrics(port).get(sample)
+        return checked_metrics(port).get(sample)
 
     with running_operator(control_plane, "operator-m", metrics_port=str(port), **QUICK):
         wait_until(lambda: count() == 0, "the first sweep")
@@ -128,7 +128,7 @@ def test_pods_that_the_webhook_missed_are_counted_while_they_run(
         for name in names:
             control_plane.kubectl("delete", "pod", name, "--force", "--grace-period=0")
         wait_until(lambda: count() == 0, "both to be forgotten", seconds=40)
-        shown = read_metrics(port)
+        shown = checked_metrics(port)
     assert shown["kvoffload_operator_leader"] == 1
     assert shown["kvoffload_operator_injection_ready"] == 0, "no webhook is here"
     assert shown["kvoffload_operator_api_writes_total"] > 0

@@ -14,19 +14,20 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 
+import endpoints
 from e2e.control_plane import (
     NAMESPACE,
     ControlPlane,
+    checked_metrics,
     free_port,
-    read_metrics,
     render_chart,
     running_operator,
     wait_until,
@@ -42,7 +43,6 @@ from e2e.webhook_replicas import (
     is_injected,
     is_serving,
     publish,
-    read_metric,
     served_serial,
     start_replica,
 )
@@ -104,7 +104,7 @@ def skip_reason(pod: dict[str, Any]) -> str:
 
 def test_a_replica_shows_every_result_also_before_it_happens(replicas: list[Replica]) -> None:
     """The second one is asked only where the first does not answer."""
-    first, second = (read_metrics(replica.metrics_port) for replica in replicas)
+    first, second = (checked_metrics(replica.metrics_port) for replica in replicas)
     name = "kvoffload_operator_injections_total"
     assert first[f'{name}{{reason="",result="injected"}}'] > 0
     assert second[f'{name}{{reason="",result="error"}}'] == 0
@@ -359,8 +359,8 @@ def test_the_served_certificate_is_watched_by_metric_and_by_doctor(
     ((where, end),) = certificates_for_doctor(control_plane).items()
     assert where == f"secret {NAMESPACE}/{SECRET}"
     for replica in replicas:
-        wait_until(lambda replica=replica: read_metric(replica.metrics_port, EXPIRY) == end.timestamp(), "its end")  # type: ignore[misc]
-        assert read_metric(replica.metrics_port, VALIDITY) == pytest.approx(90 * 86400, abs=600)
+        wait_until(lambda replica=replica: replica.metrics()[EXPIRY] == end.timestamp(), "its end")  # type: ignore[misc]
+        assert replica.metrics()[VALIDITY] == pytest.approx(90 * 86400, abs=600)
 
 
 def test_a_given_certificate_is_watched_and_its_end_takes_the_replica_out(
@@ -375,10 +375,10 @@ def test_a_given_certificate_is_watched_and_its_end_takes_the_replica_out(
         return (now + lifetime).timestamp()
 
     def is_ready() -> bool:
+        """Also before it listens at all."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{replica.metrics_port}/readyz", timeout=10):
-                return True
-        except OSError:
+            return endpoints.readyz(replica.metrics_port)[0] == 200
+        except URLError:
             return False
 
     ends = give(timedelta(seconds=20))
@@ -392,8 +392,8 @@ def test_a_given_certificate_is_watched_and_its_end_takes_the_replica_out(
     )
     try:
         wait_until(is_ready, "the replica to be ready")
-        assert read_metric(replica.metrics_port, EXPIRY) == int(ends)
-        wait_until(lambda: not is_ready(), "the certificate's end")
+        assert replica.metrics()[EXPIRY] == int(ends)
+        wait_until(lambda: endpoints.readyz(replica.metrics_port)[0] == 503, "the certificate's end")
         assert time.time() >= int(ends)
         log = control_plane.folder / "kvoffload-webhook-given.log"
         wait_until(lambda: "no pod is injected until its issuer renews it" in log.read_text(), "the log to say so")

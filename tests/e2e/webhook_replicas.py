@@ -5,7 +5,6 @@ import json
 import socket
 import ssl
 import subprocess
-import urllib.request
 import warnings
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Any
 from cryptography import x509
 from urllib3.exceptions import InsecureRequestWarning
 
+import endpoints
 from e2e.control_plane import NAMESPACE, ControlPlane, operator_token, start_process
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_cluster
@@ -30,18 +30,12 @@ class Replica:
     port: int
     metrics_port: int
 
+    def metrics(self) -> dict[str, float]:
+        return endpoints.samples(endpoints.scrape(self.metrics_port))
+
     def num_calls(self) -> int:
         """Pods that the API server asked it about."""
-        return int(
-            read_metric(self.metrics_port, 'kvoffload_operator_admission_duration_seconds_count{webhook="mutate-pods"}')
-        )
-
-
-def read_metric(port: int, name: str) -> float:
-    """One sample of a process of ours, by its name with the labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith(f"{name} ")).removeprefix(name))
+        return int(self.metrics()['kvoffload_operator_admission_duration_seconds_count{webhook="mutate-pods"}'])
 
 
 def certificates_for_doctor(plane: ControlPlane) -> dict[str, datetime]:

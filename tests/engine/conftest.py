@@ -4,21 +4,22 @@ from collections.abc import Iterator
 
 import pytest
 from engine_process import CHECKSUMS, EngineProcess
-from pool_daemon import PoolDaemon
+
+from daemon_process import DaemonProcess
 
 CAPACITY_BYTES = 64 << 20
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolDaemon]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """One node daemon for all engines of the session."""
     folder = tmp_path_factory.mktemp("pool")
-    with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon:
+    with DaemonProcess(folder, capacity_bytes=CAPACITY_BYTES) as daemon:
         yield daemon
 
 
 @pytest.fixture(scope="module")
-def mla_engine(pool: PoolDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def mla_engine(pool: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The tiny DeepSeek, two ranks."""
     with EngineProcess(
         tmp_path_factory.mktemp("mla"),
@@ -30,7 +31,7 @@ def mla_engine(pool: PoolDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def gqa_engine(pool: PoolDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def gqa_engine(pool: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The tiny Llama, two ranks."""
     with EngineProcess(tmp_path_factory.mktemp("gqa"), model="tiny-llama", socket=pool.attach("pod-gqa")) as engine:
         yield engine

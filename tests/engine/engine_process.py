@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pool_daemon import PoolDaemon
-
+from daemon_process import DaemonProcess
 from hack.vllm.environment import ensure_vllm_environment
 from hack.vllm.models import ensure_model
 
@@ -72,7 +71,7 @@ def eventually(is_true: Callable[[], bool], seconds: float = 15.0) -> bool:
     return True
 
 
-def wait_for_slots(daemon: PoolDaemon, state: str, number: int) -> bool:
+def wait_for_slots(daemon: DaemonProcess, state: str, number: int) -> bool:
     """Whether the daemon comes to count so many slots in a state."""
     return eventually(lambda: daemon.metrics()[f'kvoffload_slots{{state="{state}"}}'] == number)
 

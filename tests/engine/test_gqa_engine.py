@@ -6,7 +6,8 @@ vLLM's own prefix cache is on here: it is reset before a prompt is asked again, 
 
 import pytest
 from engine_process import EngineProcess, make_prompt, wait_for_slots
-from pool_daemon import PoolDaemon
+
+from daemon_process import DaemonProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
@@ -52,7 +53,7 @@ def test_a_failed_load_gives_the_tokens_of_a_cold_run(gqa_engine: EngineProcess)
 
 
 def test_a_cache_reset_in_the_middle_of_transfers_leaves_no_key_no_lease_and_the_right_tokens(
-    gqa_engine: EngineProcess, pool: PoolDaemon
+    gqa_engine: EngineProcess, pool: DaemonProcess
 ) -> None:
     before, loading, storing = (make_prompt(seed) for seed in (30, 31, 32))
     cold = gqa_engine.generate_cold([before, loading])
@@ -71,7 +72,7 @@ def test_a_cache_reset_in_the_middle_of_transfers_leaves_no_key_no_lease_and_the
 
 
 def test_an_engine_put_to_sleep_in_the_middle_of_transfers_wakes_without_their_keys_and_leases(
-    gqa_engine: EngineProcess, pool: PoolDaemon
+    gqa_engine: EngineProcess, pool: DaemonProcess
 ) -> None:
     """The CPU worker has no memory to give back in its sleep; all that the engine core does around it is done."""
     before, loading, storing = (make_prompt(seed) for seed in (40, 41, 42))
@@ -91,7 +92,7 @@ def test_an_engine_put_to_sleep_in_the_middle_of_transfers_wakes_without_their_k
 
 
 def test_weights_updated_in_the_middle_of_transfers_are_never_mixed_with_what_they_moved(
-    gqa_engine: EngineProcess, pool: PoolDaemon
+    gqa_engine: EngineProcess, pool: DaemonProcess
 ) -> None:
     """The last one here: from then on this engine shares with nobody."""
     before, loading, storing = (make_prompt(seed) for seed in (50, 51, 52))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from engine_process import EngineProcess, eventually, make_prompt, wait_for_slots
-from pool_daemon import PoolDaemon
 
-from daemon_process import TestEngine
+from daemon_process import DaemonProcess, TestEngine
 from kvoffload.protocol.messages import OFFSET_BYTES, Reserve, Reserved
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
@@ -21,13 +20,13 @@ OPTIONS = {"model": "tiny-llama", "block_size": 32, "num_gpu_blocks_override": 4
 
 
 @pytest.fixture(scope="module")
-def small_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolDaemon]:
-    with PoolDaemon(tmp_path_factory.mktemp("small-pool"), capacity_bytes=POOL_BYTES) as daemon:
+def small_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("small-pool"), capacity_bytes=POOL_BYTES) as daemon:
         yield daemon
 
 
 @pytest.fixture(scope="module")
-def engine(small_pool: PoolDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def engine(small_pool: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     with EngineProcess(tmp_path_factory.mktemp("held"), socket=small_pool.attach("pod-held"), **OPTIONS) as engine:
         yield engine
 
@@ -39,7 +38,7 @@ def expected_tokens(engine: EngineProcess, prompts: list[list[int]], max_tokens:
     return got.tokens
 
 
-def assert_nothing_is_held(engine: EngineProcess, pool: PoolDaemon) -> None:
+def assert_nothing_is_held(engine: EngineProcess, pool: DaemonProcess) -> None:
     assert wait_for_slots(pool, "leased", 0)
     # What is reserved for stores to come counts as being written: an eighth of the region at most.
     assert eventually(lambda: pool.metrics()['kvoffload_slots{state="writing"}'] <= POOL_BYTES // CHUNK_BYTES // 8)
@@ -47,7 +46,7 @@ def assert_nothing_is_held(engine: EngineProcess, pool: PoolDaemon) -> None:
 
 
 def test_requests_aborted_in_the_middle_of_transfers_leave_no_lease(
-    engine: EngineProcess, small_pool: PoolDaemon
+    engine: EngineProcess, small_pool: DaemonProcess
 ) -> None:
     loading, storing = make_prompt(30), make_prompt(31)
     cold = engine.generate_cold([loading])
@@ -64,7 +63,7 @@ def test_requests_aborted_in_the_middle_of_transfers_leave_no_lease(
 
 
 def test_requests_preempted_in_the_middle_of_transfers_give_the_right_tokens(
-    engine: EngineProcess, small_pool: PoolDaemon
+    engine: EngineProcess, small_pool: DaemonProcess
 ) -> None:
     prompts = [make_prompt(40), make_prompt(41), *(make_prompt(42 + index, 150) for index in range(4))]
     engine.generate_cold(prompts[:1])
@@ -82,7 +81,7 @@ def test_requests_preempted_in_the_middle_of_transfers_give_the_right_tokens(
 
 
 def test_a_daemon_killed_under_running_requests_costs_neither_tokens_nor_long_waits(
-    engine: EngineProcess, small_pool: PoolDaemon
+    engine: EngineProcess, small_pool: DaemonProcess
 ) -> None:
     prompts = [make_prompt(50 + index) for index in range(6)]
     engine.generate_cold(prompts[:2])
@@ -102,7 +101,7 @@ def test_a_daemon_killed_under_running_requests_costs_neither_tokens_nor_long_wa
 
 
 def test_an_engine_that_ends_in_the_middle_of_transfers_ends_well_and_another_one_has_all_of_the_pool(
-    engine: EngineProcess, small_pool: PoolDaemon
+    engine: EngineProcess, small_pool: DaemonProcess
 ) -> None:
     """The last one: it ends the engine that the others used."""
     loading, storing = make_prompt(70), make_prompt(71)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from engine_process import CHECKSUMS, EngineProcess, eventually, make_prompt, wait_for_slots
-from pool_daemon import PoolDaemon
+
+from daemon_process import DaemonProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
@@ -78,7 +79,7 @@ def test_a_failed_load_is_recomputed_once_and_not_tried_again(mla_engine: Engine
 
 
 def test_a_byte_flipped_in_the_region_is_never_served_and_the_slot_is_dropped(
-    mla_engine: EngineProcess, pool: PoolDaemon
+    mla_engine: EngineProcess, pool: DaemonProcess
 ) -> None:
     prompt = make_prompt(650)
     mla_engine.rpc("probe_take")
@@ -93,7 +94,7 @@ def test_a_byte_flipped_in_the_region_is_never_served_and_the_slot_is_dropped(
     assert eventually(lambda: pool.metrics()['kvoffload_slots{state="ready"}'] < ready)
 
 
-def test_aborted_requests_leave_no_lease_and_no_exception(mla_engine: EngineProcess, pool: PoolDaemon) -> None:
+def test_aborted_requests_leave_no_lease_and_no_exception(mla_engine: EngineProcess, pool: DaemonProcess) -> None:
     prompts = [make_prompt(70 + index) for index in range(6)]
     mla_engine.generate_cold(prompts)
     for steps in (0, 1, 2, 3):
@@ -124,7 +125,7 @@ def test_a_cache_reset_with_connector_forgets_what_was_stored(mla_engine: Engine
 
 
 def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(
-    mla_engine: EngineProcess, pool: PoolDaemon
+    mla_engine: EngineProcess, pool: DaemonProcess
 ) -> None:
     prompt = make_prompt(910)
     mla_engine.generate_cold([prompt])
@@ -145,7 +146,7 @@ def test_a_stopped_daemon_delays_no_request_and_is_used_again_when_it_goes_on(
 
 
 def test_a_killed_daemon_is_used_again_after_its_return_with_what_was_stored_before(
-    mla_engine: EngineProcess, pool: PoolDaemon
+    mla_engine: EngineProcess, pool: DaemonProcess
 ) -> None:
     prompt, other = make_prompt(920), make_prompt(921)
     mla_engine.generate_cold([prompt])
@@ -162,7 +163,7 @@ def test_a_killed_daemon_is_used_again_after_its_return_with_what_was_stored_bef
 
 
 def test_another_engine_is_warm_from_its_first_request_with_equal_outputs(
-    mla_engine: EngineProcess, pool: PoolDaemon, tmp_path: Path
+    mla_engine: EngineProcess, pool: DaemonProcess, tmp_path: Path
 ) -> None:
     """The last one: it ends the engine that the others used, as there is one vLLM at a time on this machine."""
     prompt = make_prompt(7000)

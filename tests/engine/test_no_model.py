@@ -19,8 +19,9 @@ from typing import BinaryIO
 
 import pytest
 from engine_process import ROOT
-from pool_daemon import PoolDaemon, RegionDaemon
+from region_daemon import RegionDaemon
 
+from daemon_process import DaemonProcess
 from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
 
 pytestmark = pytest.mark.engine
@@ -86,7 +87,7 @@ def keep(deeds: dict[str, Callable[[], str | None]], commands: BinaryIO, answers
 
 def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
     """The checks that need none or a daemon, and those that need it killed, with the real one."""
-    with PoolDaemon(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
+    with DaemonProcess(folder, capacity_bytes=CAPACITY_BYTES) as daemon, pipes(folder) as (commands, answers):
         socket = daemon.attach("pod-toy")
         results: dict[str, str] = {}
         for kind in PLAIN_KINDS:

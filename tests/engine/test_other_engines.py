@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_process import CHECKSUMS, EngineProcess, eventually, make_prompt, wait_for_slots
-from pool_daemon import PoolDaemon, RegionDaemon
+from region_daemon import RegionDaemon
 
+from daemon_process import DaemonProcess
 from hack.vllm.environment import ensure_torchvision
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -41,7 +42,9 @@ def write_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_requests_with_an_adapter_share_with_those_of_the_same_adapter_only(pool: PoolDaemon, tmp_path: Path) -> None:
+def test_requests_with_an_adapter_share_with_those_of_the_same_adapter_only(
+    pool: DaemonProcess, tmp_path: Path
+) -> None:
     adapters = [
         ["one", 1, str(write_adapter(tmp_path / "one", 1))],
         ["two", 2, str(write_adapter(tmp_path / "two", 2))],
@@ -97,7 +100,7 @@ def test_an_engine_whose_workers_cannot_offload_serves_as_a_plain_one_and_the_st
     assert (again.tokens, again.logprobs) == (plain.tokens, plain.logprobs)
 
 
-def test_one_rank_with_latent_attention_loads_what_it_stored(pool: PoolDaemon, tmp_path: Path) -> None:
+def test_one_rank_with_latent_attention_loads_what_it_stored(pool: DaemonProcess, tmp_path: Path) -> None:
     prompt = make_prompt(8050)
     with EngineProcess(
         tmp_path,
@@ -120,7 +123,7 @@ def test_one_rank_with_latent_attention_loads_what_it_stored(pool: PoolDaemon, t
     assert control.tokens != computed.tokens
 
 
-def test_chunks_of_three_blocks_are_loaded_from_the_middle_of_one(pool: PoolDaemon, tmp_path: Path) -> None:
+def test_chunks_of_three_blocks_are_loaded_from_the_middle_of_one(pool: DaemonProcess, tmp_path: Path) -> None:
     """300 tokens are nine blocks of 32 and three chunks; four blocks are in vLLM's own cache, five come from the
     pool."""
     prompt = make_prompt(8200)
@@ -145,7 +148,9 @@ def test_chunks_of_three_blocks_are_loaded_from_the_middle_of_one(pool: PoolDaem
         assert {(offset, digest) for offset, _, digest in back} <= {(offset, digest) for offset, _, digest in of_rank}
 
 
-def test_pictures_are_loaded_by_their_own_engine_only_whatever_name_they_have(pool: PoolDaemon, tmp_path: Path) -> None:
+def test_pictures_are_loaded_by_their_own_engine_only_whatever_name_they_have(
+    pool: DaemonProcess, tmp_path: Path
+) -> None:
     """vLLM's keys hold the name that the caller gives a picture, and two pods may give one name to two pictures."""
     text = make_prompt(8300)
     prompt = [IMAGE_TOKEN, *text]

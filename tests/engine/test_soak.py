@@ -19,7 +19,8 @@ from engine_process import (
     make_prompt,
     wait_for_slots,
 )
-from pool_daemon import PoolDaemon
+
+from daemon_process import DaemonProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 POOL_BYTES = 8 << 20
@@ -51,13 +52,13 @@ def run_soak(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list
 
 
 @pytest.fixture
-def small_pool(tmp_path: Path) -> Iterator[PoolDaemon]:
+def small_pool(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A daemon for one test, so that its counters are those of the test."""
-    with PoolDaemon(tmp_path / "small-pool", capacity_bytes=POOL_BYTES) as daemon:
+    with DaemonProcess(tmp_path / "small-pool", capacity_bytes=POOL_BYTES) as daemon:
         yield daemon
 
 
-def assert_all_transfers_went_well(pool: PoolDaemon, engine: EngineProcess) -> dict[str, float]:
+def assert_all_transfers_went_well(pool: DaemonProcess, engine: EngineProcess) -> dict[str, float]:
     """Of an engine that has ended; the pool's metrics. A wrong page would be recomputed, with the right tokens: only
     these tell."""
     assert wait_for_slots(pool, "leased", 0)
@@ -89,7 +90,7 @@ def tokens_without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
 
 
 def check_soak(
-    pool: PoolDaemon, folder: Path, environment: dict[str, str | None], expected: list[list[int]]
+    pool: DaemonProcess, folder: Path, environment: dict[str, str | None], expected: list[list[int]]
 ) -> tuple[int, int]:
     """Returns how many steps missed their deadline, and how many there were."""
     prompts = soak_prompts(len(expected))
@@ -114,7 +115,7 @@ def assert_few_are_missed(missed: int, steps: int) -> None:
 
 
 def test_sixty_requests_give_the_tokens_of_an_engine_without_offload(
-    small_pool: PoolDaemon, tmp_path: Path, tokens_without: Callable[[int], list[list[int]]]
+    small_pool: DaemonProcess, tmp_path: Path, tokens_without: Callable[[int], list[list[int]]]
 ) -> None:
     assert_few_are_missed(*check_soak(small_pool, tmp_path / "with", {}, tokens_without(60)))
 
@@ -122,7 +123,7 @@ def test_sixty_requests_give_the_tokens_of_an_engine_without_offload(
 @pytest.mark.long
 @pytest.mark.parametrize("environment", [{}, CHECKSUMS], ids=["plain", "checksums"])
 def test_two_hundred_requests_give_the_tokens_of_an_engine_without_offload(
-    small_pool: PoolDaemon,
+    small_pool: DaemonProcess,
     tmp_path: Path,
     tokens_without: Callable[[int], list[list[int]]],
     environment: dict[str, str | None],
@@ -132,7 +133,7 @@ def test_two_hundred_requests_give_the_tokens_of_an_engine_without_offload(
 
 @pytest.mark.long
 def test_two_hundred_requests_with_the_deadline_that_users_have(
-    small_pool: PoolDaemon,
+    small_pool: DaemonProcess,
     tmp_path: Path,
     tokens_without: Callable[[int], list[list[int]]],
     capsys: pytest.CaptureFixture[str],
@@ -154,7 +155,7 @@ def generate_warm(engine: EngineProcess, prompt: list[int]) -> Generated:
     raise AssertionError(f"{got.cached} tokens of {len(prompt)} were loaded")
 
 
-def test_latent_attention_gives_the_same_tokens_on_every_warm_path(small_pool: PoolDaemon, tmp_path: Path) -> None:
+def test_latent_attention_gives_the_same_tokens_on_every_warm_path(small_pool: DaemonProcess, tmp_path: Path) -> None:
     """Stored, loaded, evicted and stored again; one request at a time, as the model's own sums depend on what it
     computes together."""
     prompts = [make_prompt(2000 + index) for index in range(3)]

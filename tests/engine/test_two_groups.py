@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from engine_process import EngineProcess, make_prompt
-from pool_daemon import PoolDaemon
+
+from daemon_process import DaemonProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 TWO_GROUPS = {
@@ -18,7 +19,7 @@ TWO_GROUPS = {
 
 
 @pytest.fixture(scope="module")
-def two_groups(pool: PoolDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def two_groups(pool: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     folder = tmp_path_factory.mktemp("groups")
     with EngineProcess(folder, model="tiny-llama", socket=pool.attach("pod-groups"), **TWO_GROUPS) as engine:
         yield engine

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from engine_process import EngineProcess, eventually, make_prompt
 from overlays import IMPORTABLE, RUNNABLE, ensure_overlay
-from pool_daemon import PoolDaemon, RegionDaemon
+from region_daemon import RegionDaemon
 from test_no_model import run_with_daemon, run_with_faults, run_with_region
 from test_two_groups import TWO_GROUPS
 
+from daemon_process import DaemonProcess
 from hack.vllm.environment import ensure_vllm_environment
 from kvoffload_engine.compat import NEWEST, OLDEST, parse_minor
 
@@ -65,7 +66,7 @@ def test_every_version_passes_every_check_without_a_model(version: str, tmp_path
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
 @pytest.mark.parametrize("version", RUNNABLE)
 def test_a_whole_engine_of_an_older_version_loads_what_it_stored(
-    version: str, model: str, pool: PoolDaemon, tmp_path: Path
+    version: str, model: str, pool: DaemonProcess, tmp_path: Path
 ) -> None:
     uid = f"pod-{version}-{model}".replace(".", "-")  # a pod's, which has no dots
     overlay = ensure_overlay(version)
@@ -92,7 +93,7 @@ def test_a_whole_engine_of_an_older_version_loads_what_it_stored(
 
 
 @pytest.mark.long
-def test_ranks_that_hold_the_same_head_keep_one_copy(pool: PoolDaemon, tmp_path: Path) -> None:
+def test_ranks_that_hold_the_same_head_keep_one_copy(pool: DaemonProcess, tmp_path: Path) -> None:
     """One KV head on two ranks; the weights do not matter for where bytes go."""
     with EngineProcess(
         tmp_path,

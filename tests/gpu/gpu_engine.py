@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_process import EngineProcess
-from pool_daemon import PoolDaemon
 from test_soak import OPTIONS, run_soak, soak_prompts
+
+from daemon_process import DaemonProcess
 
 POOL_BYTES = 4 << 20
 NUM_REQUESTS = 60
@@ -32,7 +33,7 @@ def wrong_pages(pages: list[list[Any]]) -> list[list[Any]]:
 
 def run_engine(folder: Path, python: Path, **options: Any) -> dict[str, Any]:
     """Figures of one run, with the pages that were wrong, and those of a control whose loads find zeros."""
-    with PoolDaemon(folder / "pool", capacity_bytes=POOL_BYTES) as pool, EngineProcess(
+    with DaemonProcess(folder / "pool", capacity_bytes=POOL_BYTES) as pool, EngineProcess(
         folder / "engine",
         model="tiny-llama",
         socket=pool.attach("pod-gpu"),

@@ -44,7 +44,7 @@ from kvoffload.protocol.messages import (
     Unpin,
     Welcome,
 )
-from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
+from kvoffload_node.session.engines import SCHEDULER, EndReason, Engine, Pod, Session
 from kvoffload_node.session.memory import SEND_BUFFER_BYTES
 from kvoffload_node.session.packing import pack_offsets, unpack_keys, unpack_offsets
 from kvoffload_node.session.readiness import announce, bind, start_generation
@@ -139,12 +139,12 @@ class Connection(asyncio.Protocol):
             self.end(RefusalReason.MALFORMED.value)
         except OSError as error:
             # of the state folder's disk, or of descriptors: nothing else is opened or written here
-            if self._registry.is_first(self._pod, "SystemError"):
+            if self._registry.is_first(self._pod, EndReason.SYSTEM_ERROR):
                 log.error("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
-            self.end("SystemError")
+            self.end(EndReason.SYSTEM_ERROR)
         except Exception:
             log.exception("pod %s/%s: connection ended by a bug of this daemon", self._pod.namespace, self._pod.name)
-            self.end("InternalError")
+            self.end(EndReason.INTERNAL_ERROR)
         self._turns.spend(begun, ended)
         if ended - begun > TURN_SECONDS:
             self._wait_for_turn()
@@ -208,7 +208,7 @@ class Connection(asyncio.Protocol):
 
     def _require_hello(self) -> None:
         if self._session is None:
-            self.end("NoHello")
+            self.end(EndReason.NO_HELLO)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio names it
         """The socket is closed, by whichever side."""
@@ -219,7 +219,7 @@ class Connection(asyncio.Protocol):
         self._count_held()
         if self._timer is not None:
             self._timer.cancel()
-        self._registry.disconnected(self._session, self._ended or "PeerClosed")
+        self._registry.disconnected(self._session, self._ended or EndReason.PEER_CLOSED)
 
     # --- for the registry -------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Connection(asyncio.Protocol):
         transport.write(pack_frame(_encode(message)))
         unsent = transport.get_write_buffer_size()
         if unsent and (self._count_held() is not None or unsent > MAX_UNSENT_BYTES):
-            self.abort("SlowReader")
+            self.abort(EndReason.SLOW_READER)
 
     def refuse(self, error: SessionRefused) -> None:
         """Answer with the reason; after a `Hello` the connection ends."""
@@ -316,7 +316,7 @@ class Connection(asyncio.Protocol):
             except OSError:
                 sent = 0
         if sent != len(frame):
-            self.end("PeerClosed")
+            self.end(EndReason.PEER_CLOSED)
 
     def _on_mapped(self, session: Session, _: Mapped) -> None:
         if session.rank == SCHEDULER:

@@ -12,6 +12,7 @@ connects again (and takes over what it held) or its lock is gone.
 
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvoffload.api.region import LEFT_ALONE
@@ -28,6 +29,19 @@ if TYPE_CHECKING:
 
 SCHEDULER = -1
 """Rank of the scheduler's session."""
+
+
+class EndReason(StrEnum):
+    """Why a connection ended that was not refused; a closed set, used as metric label beside RefusalReason."""
+
+    PEER_CLOSED = "PeerClosed"
+    NO_HELLO = "NoHello"
+    SLOW_READER = "SlowReader"
+    SUCCEEDED = "Succeeded"
+    """By another connection of the same process."""
+    DAEMON_STOPS = "DaemonStops"
+    SYSTEM_ERROR = "SystemError"
+    INTERNAL_ERROR = "InternalError"
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from kvoffload.layout.rows import RankPart
 from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Drain, FromEngine, Hello
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
-from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
+from kvoffload_node.session.engines import SCHEDULER, EndReason, Engine, Pod, Session
 from kvoffload_node.session.locks import AttachmentEntry, Attachments
 from kvoffload_node.session.memory import (
     MAX_BYTES,
@@ -65,8 +65,8 @@ class Registry:
         self.connection_budget = Budget(MAX_CONNECTIONS_OF_POD, MAX_CONNECTIONS)
         self.byte_budget = Budget(MAX_BYTES_OF_POD, MAX_BYTES)
         self.refusals: Counter[str] = Counter({reason.value: 0 for reason in RefusalReason})
-        """Every reason from the start: Prometheus sees no increase in a series that begins with the first refusal."""
-        self.closed: Counter[str] = Counter()
+        self.closed: Counter[str] = Counter({reason.value: 0 for reason in (*RefusalReason, *EndReason)})
+        """Both with every reason from the start: Prometheus sees no increase in a series that begins with an event."""
         self.durations: dict[type, Durations] = {kind: Durations() for kind in get_args(FromEngine)}
         self.floor = Floor()
         self.traffic = Traffic(region)
@@ -137,7 +137,7 @@ class Registry:
     def close(self) -> None:
         """End every connection; leases and locks stay as they are for a successor."""
         for connection in list(self.connections):
-            connection.abort("DaemonStops")
+            connection.abort(EndReason.DAEMON_STOPS)
 
     async def revoke(self, tenant: Tenant, positions: list[int]) -> None:
         """Returns when no process of the tenant maps these extents any more."""
@@ -279,7 +279,7 @@ class Registry:
         """The same process has connected again: what it held stays held, until it says what it still needs."""
         lose_rank(before, "its process connects again")
         if before.connection is not None:
-            before.connection.end("Succeeded")
+            before.connection.end(EndReason.SUCCEEDED)
         session.holder, before.holder = before.holder, {}
         session.recovered = before.recovered
         session.claims = before.claims
