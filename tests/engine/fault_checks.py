@@ -1,11 +1,8 @@
 """Manager and workers beside a scripted daemon that is slow, silent or talks nonsense. Run by `check_runner.py`."""
 
-import statistics
-import time
-
 from check_runner import Control, check, run_checks
 from toy_device import ToyDevice
-from toy_engine import ToyEngine, assert_short, keys_of, wait_until
+from toy_engine import ToyEngine, keys_of, wait_until
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext
 
 from kvoffload_engine.transfer.cuda import DeviceTransfer
@@ -33,19 +30,14 @@ def a_thousand_keys_are_held_up_by_one_deadline(socket_path: str, control: Contr
         keys = keys_of(*range(1000))
         engine.is_hit(keys)
         control.say("delay 0.005")
-        held = []
         for request in range(20):
             for _ in range(3):
-                begin = time.monotonic()
                 results = engine.look_up(f"r{request}", keys)
-                held.append(time.monotonic() - begin)
                 engine.step()
                 if results[0] is not LookupResult.RETRY:
                     break
         control.say("normal")
-        # One deadline of 2 ms and not 1,000 of them; the machine is shared, so the usual case is what is asked closely.
-        assert statistics.median(held) < 0.010, held
-        assert max(held) < 0.2, held
+        engine.assert_one_deadline_a_step()
 
 
 @check
@@ -53,18 +45,18 @@ def a_late_answer_means_retry_for_a_while_and_then_a_miss(socket_path: str, cont
     with ToyEngine(socket_path, step_seconds=0.002) as engine:
         keys = engine.ensure_stored(keys_of(1))
         control.say("silent")
-        seen, asked_at = [LookupResult.RETRY], time.monotonic()
+        seen = [LookupResult.RETRY]
         while seen[-1] is LookupResult.RETRY:
             seen.append(engine.look_up("r", keys)[0])
             engine.step()
         assert seen[1:3] == [LookupResult.RETRY, LookupResult.RETRY], seen
         assert seen[-1] is LookupResult.MISS, seen
-        assert 0.05 <= time.monotonic() - asked_at < 0.5
-        begin = time.monotonic()
+        engine.assert_one_deadline_a_step()
+        engine.waits = [[]]
         for index in range(100):
             assert engine.look_up(f"open-{index}", keys) == [LookupResult.MISS]
             engine.step()
-        assert time.monotonic() - begin < 0.1, "an open circuit waits for nothing"
+        assert not any(engine.waits), "an open circuit waits for nothing"
         control.say("normal")
         control.say("close")
         wait_until(lambda: engine.is_hit(keys))
@@ -108,7 +100,8 @@ def every_step_keeps_its_deadline_with_a_slow_daemon(socket_path: str, control: 
         known = engine.ensure_stored(keys_of(6, 7))
         for delay in ("0.001", "0.005", "0.05", "1"):
             control.say(f"delay {delay}")
-            assert_short(engine.timed_steps(60, known), delay)
+            engine.busy_steps(60, known)
+        engine.assert_one_deadline_a_step()
         control.say("normal")
         wait_until(lambda: engine.is_hit(known))
         wait_until(lambda: control.dump()["leases"] == 0)
@@ -123,9 +116,10 @@ def nonsense_ends_the_session_and_neither_the_engine_nor_the_deadline_of_a_step(
             known = engine.ensure_stored(keys_of(6, 7))
             try:
                 control.say(nonsense)
-                assert_short(engine.timed_steps(40, known), nonsense)
+                engine.busy_steps(40, known)
                 control.say("close")  # so that what is said to a new session is nonsense too
-                assert_short(engine.timed_steps(80, known), nonsense)
+                engine.busy_steps(80, known)
+                engine.assert_one_deadline_a_step()
                 assert engine.look_up("n", keys_of(4)) == [LookupResult.MISS], nonsense
                 engine.step()
                 control.say("normal")

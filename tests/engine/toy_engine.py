@@ -3,8 +3,8 @@
 No pytest here: it runs under the Python of a vLLM environment.
 """
 
+import itertools
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,14 +24,9 @@ NUM_LAYERS, PAGE_BYTES, NUM_BLOCKS = 3, 4096, 64
 REQUESTS_PER_STEP = 8
 MODEL_SECONDS = 0.005
 """What a step of the model would take, between two steps of the scheduler."""
+STUCK_SECONDS = 5.0
+"""A step that takes so long waits for something; far above what a shared machine does to it."""
 END = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
-
-
-def assert_short(seconds: list[float], what: str) -> None:
-    """Steps with a deadline of 2 ms were held up by one of it and not by one for each request. The machine is shared,
-    so the usual case is what is asked closely."""
-    assert statistics.median(seconds) < 0.010, (what, sorted(seconds))
-    assert max(seconds) < 1.0, (what, sorted(seconds))
 
 
 def keys_of(*numbers: int) -> list[bytes]:
@@ -120,6 +115,11 @@ class ToyEngine:
             worker.start()
             self.workers.append(worker)
         self.manager = KVOffloadManager(step_seconds=step_seconds)
+        self.step_seconds = step_seconds
+        self.waits: list[list[float]] = [[]]
+        """How long the scheduler was ready to wait for the daemon each time it waited, seconds, for each step."""
+        self._poll = self.manager.link.poll
+        self.manager.link.poll = self._recorded_poll
         hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
         self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: none_hash, chunks_per_step=32)
         self.wait_until_ready()
@@ -140,6 +140,20 @@ class ToyEngine:
     def step(self) -> None:
         self.manager.on_schedule_end(END)
         self.manager.end_step()
+        self.waits.append([])
+
+    def _recorded_poll(self, timeout_seconds: float = 0.0) -> Any:
+        if timeout_seconds > 0:
+            self.waits[-1].append(timeout_seconds)
+        return self._poll(timeout_seconds)
+
+    def assert_one_deadline_a_step(self) -> None:
+        """No step was ready to wait for longer than its one deadline, however many requests and keys it had: what is
+        asked for is the deadline first and then only what is left of it."""
+        assert any(self.waits), "no step waited at all"
+        for waits in self.waits:
+            assert waits[:1] in ([], [self.step_seconds]), waits
+            assert all(later < earlier for earlier, later in itertools.pairwise(waits)), waits
 
     def look_up(self, name: str, keys: list[bytes], *, is_private: bool = False) -> list[LookupResult]:
         """As vLLM does for a request, in one step; the caller ends the step."""
@@ -184,11 +198,10 @@ class ToyEngine:
             assert [one.job_id for one in self.workers[rank].get_finished()] == [self.jobs]
         self.manager.complete_store(set(output.keys_to_store), ReqContext(req_id=name))
 
-    def timed_steps(self, count: int, known: list[bytes]) -> list[float]:
-        """Seconds of each of so many steps of a busy scheduler. Every step brings `REQUESTS_PER_STEP` requests that ask
-        for `known` and for a chunk of their own, load the former and store the latter; where the answer is late they
-        come again in the next step. The copies between the steps are not in the time."""
-        seconds: list[float] = []
+    def busy_steps(self, count: int, known: list[bytes]) -> None:
+        """So many steps of a busy scheduler. Every step brings `REQUESTS_PER_STEP` requests that ask for `known` and
+        for a chunk of their own, load the former and store the latter; where the answer is late they come again in the
+        next step. None of them is held up by a call that waits for the daemon without asking for how long."""
         waiting: list[int] = []
         for _ in range(count):
             waiting += range(self.requests, self.requests + REQUESTS_PER_STEP)
@@ -196,7 +209,7 @@ class ToyEngine:
             late, jobs = [], []
             begin = time.monotonic()
             for number in waiting:
-                context, own = ReqContext(req_id=f"timed-{number}"), keys_of((1 << 64) + number)
+                context, own = ReqContext(req_id=f"busy-{number}"), keys_of((1 << 64) + number)
                 results = self.look_up(context.req_id, [*known, *own])
                 if LookupResult.RETRY in results:
                     late.append(number)
@@ -205,7 +218,7 @@ class ToyEngine:
                 slots = self.manager.prepare_load(known, context) if is_hit else None
                 jobs.append((context, slots, self.manager.prepare_store(own, context)))
             self.step()
-            seconds.append(time.monotonic() - begin)
+            assert time.monotonic() - begin < STUCK_SECONDS
             waiting = late
             for context, slots, output in jobs:
                 if output is not None:
@@ -215,8 +228,7 @@ class ToyEngine:
                 self.manager.on_request_finished(context)
             time.sleep(MODEL_SECONDS)
         for number in waiting:
-            self.manager.on_request_finished(ReqContext(req_id=f"timed-{number}"))
-        return seconds
+            self.manager.on_request_finished(ReqContext(req_id=f"busy-{number}"))
 
     def prepare_load(self, name: str, keys: list[bytes]) -> Any:
         results = self.look_up(name, keys)
