@@ -1,4 +1,4 @@
-"""`python -m bench [daemon] [engine]`: run every row, or those of one part, print the table, write
+"""`python -m bench [daemon] [engine] [webhook]`: run every row, or those of one part, print the table, write
 build/bench/results.json."""
 
 import json
@@ -7,11 +7,11 @@ import platform
 import sys
 from pathlib import Path
 
-from bench import daemon, engine
+from bench import daemon, engine, webhook
 from bench.rows import Row
 
 RESULTS = Path("build/bench/results.json")
-PARTS = {"daemon": daemon.run, "engine": engine.run}
+PARTS = {"daemon": daemon.run, "engine": engine.run, "webhook": webhook.run}
 
 
 def main() -> int:

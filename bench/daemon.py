@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import pods
 from bench.rows import Measured, Row
 from hack.vllm.environment import environment_path
 from kvoffload.layout.pages import build_part_layout
@@ -38,6 +39,7 @@ def run() -> list[Row]:
         rows = _measure_index(Path(folder) / "a", vllm)
         rows += _measure_copies(Path(folder) / "b")
         rows.append(_measure_eight_engines(Path(folder) / "c"))
+        rows += pods.run(Path(folder) / "d")
     return rows
 
 

@@ -3,14 +3,11 @@
 import contextlib
 import os
 import random
-import shutil
 import socket
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,93 +15,15 @@ from kubernetes.config import load_kube_config
 
 from daemon_process import DaemonProcess, TestEngine, wait_until
 from kvoffload_node.attach import pods as node_pods
-from kvoffload_node.attach.attacher import Attacher
-from kvoffload_node.attach.handoff import Handoff
-from kvoffload_node.attach.pods import NodePods, ObservedPod
+from kvoffload_node.attach.pods import NodePods
 from scripted_api_server import ScriptedApiServer
-
-
-@dataclass
-class ListedPods:
-    """Pods as the API server would list them; `hidden` ones are those that a silent watch has not told of."""
-
-    current: dict[str, ObservedPod] = field(default_factory=dict)
-    hidden: dict[str, ObservedPod] = field(default_factory=dict)
-    refreshed: int = 0
-
-    def tell_of(self, uid: str, *, hidden: bool = False, name: str = "") -> None:
-        pod = ObservedPod(uid, "default", name or f"name-{uid}", "auto")
-        if hidden:
-            self.hidden = {**self.hidden, uid: pod}
-        else:
-            self.current = {**self.current, uid: pod}
-
-    def refresh(self) -> bool:
-        self.refreshed += 1
-        self.current = {**self.current, **self.hidden}
-        return True
-
-
-@dataclass
-class Node:
-    """A node with a running attacher and daemon."""
-
-    kubelet: Path
-    pods: ListedPods
-    attacher: Attacher
-    daemon: DaemonProcess
-    library: Path
-
-    def folder(self, uid: str) -> Path:
-        return self.kubelet / uid / "volumes/kubernetes.io~empty-dir/kvoffload"
-
-    def create_folder(self, uid: str) -> Path:
-        folder = self.folder(uid)
-        folder.mkdir(parents=True)
-        folder.chmod(0o777)
-        return folder
-
-    def create_pod(self, uid: str, *, hidden: bool = False, name: str = "") -> Path:
-        self.pods.tell_of(uid, hidden=hidden, name=name)
-        return self.create_folder(uid)
-
-    def remove_folder(self, uid: str) -> None:
-        """At once, as seen from the attacher."""
-        self.kubelet.joinpath(uid).rename(self.kubelet.parent / f"removed-{uid}")
+from toy_node import Node, running_node
 
 
 @pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder whose sockets have paths short enough to connect to (108 bytes)."""
-    folder = Path(tempfile.mkdtemp(prefix="kvo-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def node(short_path: Path) -> Iterator[Node]:
-    tmp_path = short_path
-    library = tmp_path / "library"
-    (library / "kvoffload_engine").mkdir(parents=True)
-    (library / "kvoffload_engine/plugin.py").write_text("def register(): pass\n")
-    (library / "kvoffload_engine-0.1.0.dist-info").mkdir()
-    (library / "kvoffload_engine-0.1.0.dist-info/METADATA").write_text("Name: kvoffload_engine\n")
-    kubelet = tmp_path / "kubelet"
-    kubelet.mkdir()
-    with DaemonProcess(tmp_path / "d", capacity_bytes=32 << 20) as daemon:
-        wait_until(lambda: (daemon.handoff / "attach.sock").exists())
-        pods = ListedPods()
-        attacher = Attacher(
-            pods=pods,
-            kubelet_pods=kubelet,
-            library=library,
-            handoff=Handoff(daemon.handoff / "attach.sock"),
-        )
-        thread = threading.Thread(target=attacher.run)
-        thread.start()
-        yield Node(kubelet, pods, attacher, daemon, library)
-        attacher.stopped.set()
-        thread.join(10)
+def node() -> Iterator[Node]:
+    with running_node() as node:
+        yield node
 
 
 def is_attached(folder: Path) -> bool:
@@ -121,17 +40,6 @@ def test_a_pod_gets_a_world_writable_socket_then_a_whole_library(node: Node) -> 
     assert copied == {"kvoffload_engine/plugin.py", "kvoffload_engine-0.1.0.dist-info/METADATA"}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o644 for path in (folder / "lib").rglob("*") if path.is_file())
     TestEngine(folder / "daemon.sock").close()
-
-
-@pytest.mark.alone
-def test_the_socket_listens_within_100_ms_of_the_folder(node: Node) -> None:
-    times = []
-    for number in range(10):
-        begun = time.monotonic()
-        folder = node.create_pod(f"pod-{number}")
-        wait_until(lambda: (folder / "daemon.sock").exists(), pause_seconds=0.002)  # noqa: B023 - called at once
-        times.append(time.monotonic() - begun)
-    assert sorted(times)[len(times) // 2] < 0.1, times
 
 
 def test_110_pods_at_once_are_all_attached(node: Node) -> None:
@@ -198,9 +106,9 @@ def make_socket(path: Path) -> None:
 
 
 @pytest.fixture
-def victim(short_path: Path) -> Path:
+def victim(tmp_path: Path) -> Path:
     """What a pod would like the attacher to change."""
-    victim = short_path / "victim"
+    victim = tmp_path / "victim"
     victim.mkdir(mode=0o700)
     (victim / "file").write_text("untouched")
     (victim / "file").chmod(0o600)

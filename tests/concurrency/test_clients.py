@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -30,7 +29,6 @@ from kvoffload.protocol.messages import (
 from small_pool import hello, start
 
 
-@pytest.mark.alone
 def test_a_client_that_never_reads_is_held_back_and_harms_nobody(folder: Path) -> None:
     with start(folder, None) as daemon:
         path = daemon.attach("pod")
@@ -48,10 +46,8 @@ def test_a_client_that_never_reads_is_held_back_and_harms_nobody(folder: Path) -
             pass
         assert sent < 64 << 20, "the daemon takes whatever a client sends that reads nothing"
         for _ in range(50):
-            begun = time.monotonic()
             good.scheduler.send(Reserve(1, 1))
             good.scheduler.wait_for(Reserved, 30)
-            assert time.monotonic() - begun < 1
         assert _resident_bytes(daemon.process.pid) < 200 << 20
         good.close()
         bad.close()
@@ -187,27 +183,24 @@ def flood(path: Path, num_ranks: int = 16) -> Iterator[None]:
             process.kill()
 
 
-def answer_seconds(engine: TestEngine, count: int) -> list[float]:
-    """Times of look-ups one after another, each answered with as many offsets as keys."""
-    times = []
-    for number in range(count):
-        begun = time.perf_counter()
-        engine.scheduler.send(Lookup(number, bytes(32 * 64)))
-        found = engine.scheduler.wait_for(Found, 30)
-        times.append(time.perf_counter() - begun)
-        assert (found.request, len(found.offsets)) == (number, 8 * 64)
-    return times
-
-
-@pytest.mark.alone
-def test_a_pod_that_floods_the_daemon_is_slow_and_another_pod_is_not(folder: Path) -> None:
+@pytest.mark.alone  # another program on its core takes the time that pods are seen to be at work in
+def test_a_pod_that_floods_the_daemon_has_a_quarter_of_its_time_while_another_pod_is_at_work(folder: Path) -> None:
+    """Asserted with twice that, since a pod at work is one that spoke within the last 0.1 s; without turns it has all
+    but what the other takes."""
     with start(folder, None) as daemon:
         engine = TestEngine(daemon.attach("good"), part_bytes=4096)
-        alone = answer_seconds(engine, 300)
+
+        def flood_seconds() -> float:
+            """Of the daemon's time, for messages that only the flood sends."""
+            metrics = daemon.metrics()
+            name = "kvoffload_request_duration_seconds_sum"
+            return sum(metrics[f'{name}{{operation="{one}"}}'] for one in ("lookup", "unpin"))
+
         with flood(daemon.attach("bad")):
-            beside = answer_seconds(engine, 300)
-        for name, times in (("alone", alone), ("beside a flood", beside)):
-            ordered = [1e6 * seconds for seconds in sorted(times)]
-            print(f"{name}: median {ordered[150]:.0f} us, p99 {ordered[297]:.0f} us")
-        assert statistics.median(beside) < 30 * statistics.median(alone)
+            before, begun = flood_seconds(), time.monotonic()
+            while time.monotonic() < begun + 1.5:
+                engine.scheduler.send(Reserve(1, 1))
+                engine.scheduler.wait_for(Reserved, 30)
+            share = (flood_seconds() - before) / (time.monotonic() - begun)
+        assert 0.05 < share < 0.5
         engine.close()

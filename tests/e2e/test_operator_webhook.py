@@ -9,9 +9,6 @@ import base64
 import http.server
 import json
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +30,7 @@ from e2e.control_plane import (
     wait_until,
 )
 from e2e.operator_pools import pool_manifest
-from e2e.webhook_load import Load, create_many, measure_p99, wait_for_more
+from e2e.webhook_load import Load, create_many, wait_for_more
 from e2e.webhook_replicas import (
     DEEPSEEK,
     Replica,
@@ -402,30 +399,3 @@ def test_a_given_certificate_is_watched_and_its_end_takes_the_replica_out(
     finally:
         replica.process.terminate()
         replica.process.wait(20)
-
-
-@pytest.fixture
-def echo_port() -> Iterator[int]:
-    """A bare aiohttp server over TLS, in a process of its own."""
-    port = free_port()
-    process = subprocess.Popen([sys.executable, Path(__file__).with_name("echo_server.py"), str(port)])
-    try:
-        wait_until(lambda: is_listening(port), "the echo server")
-        yield port
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((host_address(), port)) == 0
-
-
-def test_p99_is_below_50_ms_with_50_requests_at_once(
-    control_plane: ControlPlane, replicas: list[Replica], echo_port: int
-) -> None:
-    """Or, on a machine too busy for that, within three times what a bare server takes in the same minute."""
-    echo, webhook = min(asyncio.run(measure_p99(echo_port))), min(asyncio.run(measure_p99(replicas[0].port)))
-    print(f"admission, 50 at once, p99: {webhook * 1000:.1f} ms, a bare server {echo * 1000:.1f} ms")
-    assert webhook < max(0.050, 3 * echo)

@@ -2,20 +2,15 @@
 
 import asyncio
 import json
-import secrets
 import ssl
-import time
 from dataclasses import dataclass
 
 import aiohttp
 
 from e2e.control_plane import ControlPlane, wait_until
-from e2e.webhook_replicas import DEEPSEEK, host_address, is_injected
+from e2e.webhook_replicas import DEEPSEEK, is_injected
 from kvoffload.api.keys import WEBHOOK_REPLICA_ANNOTATION
 from operator_builders import pod_manifest
-
-NUM_ROUNDS = 5
-"""Of latency: the machine is shared with other tests, and the best round is what the webhook needs."""
 
 
 @dataclass
@@ -61,31 +56,3 @@ async def create_many(plane: ControlPlane, load: Load, *, until: asyncio.Event, 
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context, limit=parallel)) as session:
         await asyncio.gather(*(worker(session) for _ in range(parallel)))
-
-
-async def measure_p99(port: int) -> list[float]:
-    """p99 of each round, seconds: 50 connections, each with one request after the other, as the API server calls."""
-    review = {
-        "apiVersion": "admission.k8s.io/v1",
-        "kind": "AdmissionReview",
-        "request": {"uid": secrets.token_hex(8), "namespace": "default", "object": pod_manifest(command=DEEPSEEK)},
-    }
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    durations: list[float] = []
-
-    async def worker(session: aiohttp.ClientSession) -> None:
-        for _ in range(20):
-            started = time.perf_counter()
-            async with session.post(f"https://{host_address()}:{port}/mutate-pods/0", json=review) as answer:
-                assert (await answer.json())["response"]["patch"]
-            durations.append(time.perf_counter() - started)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context, limit=50)) as session:
-        await asyncio.gather(*(worker(session) for _ in range(50)))  # connections are made, caches filled
-        rounds = []
-        for _ in range(NUM_ROUNDS):
-            durations.clear()
-            await asyncio.gather(*(worker(session) for _ in range(50)))
-            rounds.append(sorted(durations)[int(len(durations) * 0.99)])
-        return rounds
