@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
                     engine.mapped.discard(message.rank)
                 lock = os.memfd_create("lock")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                welcome = Welcome(1, daemon.epoch, daemon.region_bytes, PAGE, daemon.region_bytes, True, "scripted")
+                welcome = Welcome(1, daemon.epoch, daemon.region_bytes, daemon.region_bytes, "scripted")
                 self.send(welcome, (daemon.region, lock) if message.role == "worker" else (lock,))
                 os.close(lock)
                 self.push_ready()

@@ -364,7 +364,17 @@ class DaemonLink:
     def _connected(self, session: Session) -> None:
         """In the connector's thread, before anybody sees the new session: what workers may still read or write."""
         (lock,) = session.take_descriptors()
+        try:
+            self._reassert(session)
+        except BaseException:
+            os.close(lock)  # this session comes to nothing; the last one's lock still says that we are alive
+            raise
         old_lock, self._lock_descriptor = self._lock_descriptor, lock
+        self._last_session = session
+        if old_lock >= 0:
+            os.close(old_lock)
+
+    def _reassert(self, session: Session) -> None:
         last = self._last_session
         if last is not None:
             holdings, writes = self._holdings()
@@ -374,9 +384,6 @@ class DaemonLink:
             oldest = min([last.welcome.epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
             packed = (b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
             session.send(*build_reassertion(oldest, *packed))
-        self._last_session = session
-        if old_lock >= 0:
-            os.close(old_lock)
 
     def _report(self, *, force: bool = False) -> None:
         now = time.monotonic()

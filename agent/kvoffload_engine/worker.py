@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,7 @@ from kvoffload.protocol.messages import (
     Fail,
     Hello,
     Mapped,
+    Message,
     Refused,
     Report,
     Revoke,
@@ -125,6 +126,8 @@ class KVOffloadWorker(OffloadingWorker):
         self._failed: deque[tuple[int, bool]] = deque()
         self._done: deque[TransferResult] = deque()
         self._unsent: deque[Seal | Fail] = deque(maxlen=MAX_UNSENT)
+        self._sending = threading.Lock()
+        """For `_unsent`, which both threads send."""
         self._draining = False
         self._counters = threading.Lock()
         self._stored_bytes = self._loaded_bytes = self._failed_loads = self._failed_stores = 0
@@ -135,7 +138,7 @@ class KVOffloadWorker(OffloadingWorker):
             on_connected=self._connected,
             on_event=lambda line: logger.info("kvoffload rank %d: %s", rank, line),
             on_readable=self._readable,
-            on_tick=self._report,
+            on_tick=self._tick,
         )
 
     def start(self) -> None:
@@ -181,6 +184,7 @@ class KVOffloadWorker(OffloadingWorker):
         """Finish what is under way, then end the session and unmap."""
         self._transfer.shutdown()
         self._collect()
+        self._send_unsent()
         self._report(force=True)
         self._connector.close()
         for mapping in [*self._old_mappings, *([self._mapping] if self._mapping else [])]:
@@ -261,19 +265,14 @@ class KVOffloadWorker(OffloadingWorker):
         self._done.append(TransferResult(job_id=job_id, success=True, transfer_size=moved, transfer_time=seconds))
 
     def _finish_store(self, job: Job) -> None:
-        session = self._connector.current()
         if job.error:
             logger.warning("kvoffload rank %d: a store was dropped: %s", self._rank, job.error)
         elif self._checksums is not None:
             self._checksums.write(job.plan)
         epoch, offsets = job.slots.epoch, job.slots.offsets
-        message = Fail(epoch, offsets) if job.error else Seal(epoch, offsets)
-        try:
-            if session is None:
-                raise DaemonUnavailable("no session")
-            session.send(message)
-        except DaemonUnavailable:
-            self._unsent.append(message)  # told to the daemon when it, or another one, is there again
+        with self._sending:
+            self._unsent.append(Fail(epoch, offsets) if job.error else Seal(epoch, offsets))
+        self._send_unsent()  # or later, when the daemon, or another one, is there again
 
     def _finish_load(self, job_id: int, job: Job) -> None:
         bytes_are_wrong = False
@@ -288,19 +287,35 @@ class KVOffloadWorker(OffloadingWorker):
 
     def _connected(self, session: Session) -> None:
         region, lock = session.take_descriptors()
+        try:
+            old = self._map(region, session)
+            self._reassert(session, old)
+        except BaseException:
+            _close(lock)  # this session comes to nothing; the last one's lock still says that we are alive
+            raise
+        finally:
+            _close(region)
         self._lock_descriptor, old_lock = lock, self._lock_descriptor
+        _close(old_lock)
+        self._draining = False
+
+    def _map(self, region: int, session: Session) -> RegionMapping | None:
+        """Map the session's region, unless it is the one that is mapped; returns what was mapped before."""
         epoch, num_bytes = session.welcome.epoch, session.welcome.region_bytes
-        old, reassertion = self._mapping, []
+        old = self._mapping
         if old is not None and old.is_of(region, num_bytes):
             old.epochs.add(epoch)
-        else:
-            mapping = RegionMapping(region, num_bytes, epoch)
-            self._transfer.region_mapped(mapping, session.welcome.extent_bytes)
-            if old is not None:
-                self._old_mappings.append(old)  # a copy may still be under way: unmapped at the end
-            self._mapping = mapping
-        _close(region)
-        _close(old_lock)
+            return old
+        mapping = RegionMapping(region, num_bytes, epoch)
+        self._transfer.region_mapped(mapping, session.welcome.extent_bytes)
+        if old is not None:
+            self._old_mappings.append(old)  # a copy may still be under way: unmapped at the end
+        self._mapping = mapping
+        return old
+
+    def _reassert(self, session: Session, old: RegionMapping | None) -> None:
+        """Say what copies may still read or write, and that this rank has mapped the region."""
+        reassertion: Sequence[Message] = ()
         jobs = list(self._jobs.values())
         if jobs:
             oldest = min(job.slots.epoch for job in jobs)
@@ -309,10 +324,23 @@ class KVOffloadWorker(OffloadingWorker):
             reassertion = build_reassertion(oldest, reads, writes)
         elif old is not None:
             reassertion = build_reassertion(max(old.epochs), b"", b"")
-        self._draining = False
-        unsent = list(self._unsent)
-        self._unsent.clear()
-        session.send(*reassertion, *unsent, Mapped())
+        session.send(*reassertion, Mapped())
+
+    def _tick(self) -> None:
+        """In the connector's thread, while there is a session: what an idle engine's model thread does not send."""
+        self._send_unsent()
+        self._report()
+
+    def _send_unsent(self) -> None:
+        """Say what became of stores: at their end, or when there is a session again. In either thread."""
+        session = self._connector.current()
+        with self._sending:
+            while session is not None and self._unsent:
+                try:
+                    session.send(self._unsent[0])
+                except DaemonUnavailable:
+                    return
+                self._unsent.popleft()
 
     def _readable(self, session: Session) -> None:
         for message in session.receive():

@@ -300,6 +300,7 @@ class Connector:
                 self._stopped.wait(MIN_PAUSE_SECONDS)
 
     def _attempt(self) -> Session | None:
+        session: Session | None = None
         try:
             session = Session.connect(self._path, self._make_hello())
             self._on_connected(session)
@@ -313,26 +314,30 @@ class Connector:
         else:
             self.refused = None
             self._session = session
+            if self._stopped.is_set():  # closed meanwhile: before this it had nothing to close
+                self.close()
             self._say(f"connected to the node daemon {session.welcome.daemon_version} (epoch {session.welcome.epoch})")
             return session
+        if session is not None:
+            session.close("it could not be used")
         return None
 
     def _watch(self, session: Session) -> None:
         poll = select.poll()
         poll.register(session, select.POLLRDHUP | (select.POLLIN if self._on_readable else 0))
         while session.is_open and not self._stopped.is_set():
-            if self._on_tick is not None:
-                self._on_tick()
-            for _, event in poll.poll(WATCH_SECONDS * 1000):
-                try:
+            try:
+                if self._on_tick is not None:
+                    self._on_tick()
+                for _, event in poll.poll(WATCH_SECONDS * 1000):
                     if self._on_readable is not None and event & select.POLLIN:
                         self._on_readable(session)
                     elif event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
                         session.close("the daemon closed the connection")
-                except DaemonUnavailable:
-                    continue  # the session is closed and says why
-                except Exception as error:  # noqa: BLE001 - as above: this session ends, the thread goes on
-                    session.close(f"{type(error).__name__}: {error}")
+            except DaemonUnavailable:
+                continue  # the session is closed and says why
+            except Exception as error:  # noqa: BLE001 - as above: this session ends, the thread goes on
+                session.close(f"{type(error).__name__}: {error}")
 
     def _say(self, line: str) -> None:
         if line != self._last_event:

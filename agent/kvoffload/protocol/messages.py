@@ -154,8 +154,6 @@ class Seal(Message, frozen=True, tag="seal"):
 
     epoch: Count
     offsets: Offsets
-    checksums: Offsets = b""
-    """Optional packed int64, one a slot, over this rank's pages."""
 
 
 class Fail(Message, frozen=True, tag="fail"):
@@ -216,9 +214,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     epoch: Count
     region_bytes: Count
     """Length to map from offset 0 of the region descriptor."""
-    page_bytes: Count
     extent_bytes: Count
-    replication_allowed: bool
     daemon_version: Text = ""
 
 

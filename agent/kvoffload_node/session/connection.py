@@ -292,9 +292,7 @@ class Connection(asyncio.Protocol):
             protocol=PROTOCOL_VERSION,
             epoch=region.epoch,
             region_bytes=region.span_bytes,
-            page_bytes=region.mount.page_bytes,
             extent_bytes=region.extent_bytes,
-            replication_allowed=region.sharing_allowed,
             daemon_version=__version__,
         )
         try:

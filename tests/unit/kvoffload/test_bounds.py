@@ -35,7 +35,7 @@ TEXT = LONG[:256]
 LONGEST = [
     Unpin(OFFSETS),
     Pin(OFFSETS),
-    Seal(2**53, OFFSETS, OFFSETS),
+    Seal(2**53, OFFSETS),
     Fail(2**53, OFFSETS, drop=True),
     Assign(2**53, OFFSETS, KEYS, 2**31),
     Lookup(2**53, KEYS, 2**31),

@@ -18,7 +18,7 @@ from kvoffload.protocol.messages import Bound, Found, Hello, Lookup, Message, Re
 HELLO = Hello(
     protocol_min=1, protocol_max=1, engine_id="e", role="scheduler", rank=-1, world_size=1, identity=b"i" * 32
 )
-WELCOME = Welcome(protocol=1, epoch=7, region_bytes=4096, page_bytes=4096, extent_bytes=4096, replication_allowed=True)
+WELCOME = Welcome(protocol=1, epoch=7, region_bytes=4096, extent_bytes=4096)
 
 
 class Peer:
@@ -242,11 +242,52 @@ def test_an_exception_in_a_callback_does_not_end_the_thread(peer: Peer) -> None:
 
     connector = Connector(str(peer.path), make_hello=lambda: HELLO, on_connected=on_connected, on_event=lines.append)
     connector.start()
-    peer.welcome()
+    unused = peer.welcome()
     peer.welcome()
     eventually(lambda: connector.current() is not None)
+    assert unused.recv(1) == b"", "a session that could not be used is closed"
     connector.close()
     assert "ValueError: a bug" in lines[0]
+
+
+def test_an_exception_in_what_is_done_regularly_ends_the_session_and_not_the_thread(peer: Peer) -> None:
+    events, failures = Events(), iter([ValueError("a bug")])
+
+    def on_tick() -> None:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+
+    connector = Connector(
+        str(peer.path),
+        make_hello=lambda: HELLO,
+        on_connected=events.sessions.append,
+        on_event=events.lines.append,
+        on_tick=on_tick,
+    )
+    connector.start()
+    peer.welcome()
+    peer.welcome()
+    eventually(lambda: len(events.sessions) == 2 and connector.current() is events.sessions[1])
+    connector.close()
+    assert events.sessions[0].closed_because == "ValueError: a bug"
+
+
+def test_a_connector_closed_in_the_middle_of_an_attempt_has_no_session_afterwards(peer: Peer) -> None:
+    connecting, closed = threading.Event(), threading.Event()
+
+    def on_connected(_: Session) -> None:
+        connecting.set()
+        assert closed.wait(10)
+
+    connector = Connector(str(peer.path), make_hello=lambda: HELLO, on_connected=on_connected, on_event=lambda _: None)
+    connector.start()
+    connection = peer.welcome()
+    assert connecting.wait(10)
+    connector.close()
+    closed.set()
+    assert connection.recv(1) == b"", "the session is closed"
+    assert connector.current() is None
 
 
 def test_a_refusal_is_kept_and_tried_again(peer: Peer) -> None:

@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvoffload.errors import DaemonUnavailable
 from kvoffload.protocol.framing import pack_frame
 from kvoffload.protocol.messages import (
     MAX_KEYS,
@@ -22,14 +24,13 @@ from kvoffload.protocol.messages import (
     Message,
     Reassert,
     Reserve,
+    Seal,
     Unpin,
     Welcome,
 )
 
 MANY = 20_000
-WELCOME = Welcome(
-    protocol=1, epoch=2, region_bytes=1 << 40, page_bytes=4096, extent_bytes=1 << 26, replication_allowed=True
-)
+WELCOME = Welcome(protocol=1, epoch=2, region_bytes=1 << 40, extent_bytes=1 << 26)
 
 
 class Recorder:
@@ -63,7 +64,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     names = ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.base")
     modules = {name: ModuleType(name) for name in names}
     for name in ("GPULoadStoreSpec", "LoadStoreSpec", "OffloadingWorker", "TransferResult"):
-        setattr(modules["vllm.v1.kv_offload.base"], name, type(name, (), {}))
+        setattr(modules["vllm.v1.kv_offload.base"], name, type(name, (SimpleNamespace,), {}))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     ours = {name: importlib.import_module(f"kvoffload_engine.{name}") for name in ("link", "slots", "worker")}
@@ -87,6 +88,14 @@ def make_link(engine: SimpleNamespace, num_reads: int = 0, num_writes: int = 0) 
     return link, session
 
 
+def make_worker(engine: SimpleNamespace) -> Any:
+    worker = engine.worker.KVOffloadWorker(
+        rank=0, socket_path="", make_hello=lambda: None, layout=None, tensors=None, transfer=None
+    )
+    worker._mapping = SimpleNamespace(is_of=lambda *_: True, epochs={1})
+    return worker
+
+
 def offsets_of(messages: list[Any], field: str = "offsets") -> int:
     return sum(len(getattr(message, field)) for message in messages) // 8
 
@@ -105,10 +114,7 @@ def test_a_scheduler_says_to_a_restarted_daemon_all_that_it_holds(
 
 @pytest.mark.parametrize("count", [8192, 8193, MANY])
 def test_a_worker_says_to_a_restarted_daemon_all_that_it_copies(engine: SimpleNamespace, count: int) -> None:
-    worker = engine.worker.KVOffloadWorker(
-        rank=0, socket_path="", make_hello=lambda: None, layout=None, tensors=None, transfer=None
-    )
-    worker._mapping = SimpleNamespace(is_of=lambda *_: True, epochs={1})
+    worker = make_worker(engine)
     for number, is_store in enumerate((True, False)):
         slots = engine.slots.RegionSlots(1, packed(count), None)
         worker._jobs[number] = engine.worker.Job(slots, is_store, None)
@@ -120,6 +126,61 @@ def test_a_worker_says_to_a_restarted_daemon_all_that_it_copies(engine: SimpleNa
     assert last == Mapped()
     assert (offsets_of(parts, "pins"), offsets_of(parts, "writes")) == (count, count)
     assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+
+
+class Broken(Recorder):
+    """A session that ends at the first message."""
+
+    def send(self, *_: Message) -> None:
+        raise DaemonUnavailable("gone")
+
+
+def open_descriptors() -> set[int]:
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_a_scheduler_whose_session_ends_at_once_keeps_the_lock_of_the_last_one_and_nothing_else(
+    engine: SimpleNamespace,
+) -> None:
+    link, session = make_link(engine, 1, 1)
+    link._connected(session)
+    lock, before = link._lock_descriptor, open_descriptors()
+    for _ in range(3):
+        with pytest.raises(DaemonUnavailable):
+            link._connected(Broken())
+    assert (link._lock_descriptor, link._last_session) == (lock, session)
+    assert open_descriptors() == before
+    os.close(lock)
+
+
+def test_a_worker_whose_session_ends_at_once_keeps_the_lock_of_the_last_one_and_nothing_else(
+    engine: SimpleNamespace,
+) -> None:
+    worker, session = make_worker(engine), Recorder()
+    session.num_descriptors = 2
+    worker._connected(session)
+    lock, before = worker._lock_descriptor, open_descriptors()
+    for _ in range(3):
+        broken = Broken()
+        broken.num_descriptors = 2
+        with pytest.raises(DaemonUnavailable):
+            worker._connected(broken)
+    assert worker._lock_descriptor == lock
+    assert open_descriptors() == before
+    os.close(lock)
+
+
+def test_a_store_that_ended_while_a_session_began_is_sealed_without_another_step(engine: SimpleNamespace) -> None:
+    """The connector's thread published the session after the model's thread had found none."""
+    worker, session = make_worker(engine), Recorder()
+    worker._jobs[1] = engine.worker.Job(engine.slots.RegionSlots(2, packed(3), None), True, engine.worker.EMPTY_PLAN)
+    worker._connector = SimpleNamespace(current=lambda: None)
+    worker._finish(1, 0.0)
+    worker._connector = SimpleNamespace(current=lambda: session)
+    worker._tick()
+    worker._tick()
+    (seal,) = [message for message in session.sent if isinstance(message, Seal)]
+    assert (seal.epoch, seal.offsets) == (2, packed(3))
 
 
 def unpin(link: Any, engine: SimpleNamespace) -> None:
