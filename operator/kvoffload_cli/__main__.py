@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvoffload.errors import KVOffloadError
 from kvoffload_cli import doctor, explain, plan, status, top
+from kvoffload_cli.output import make_printable
 
 app = typer.Typer(
     name="kubectl kvoffload",
@@ -47,7 +48,8 @@ def main() -> None:
     try:
         app()
     except KVOffloadError as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, soft_wrap=True)
+        for line in f"error: {error}".splitlines():
+            Console(stderr=True, highlight=False).print(make_printable(line), markup=False, soft_wrap=True)
         sys.exit(2)
 
 

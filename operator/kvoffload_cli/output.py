@@ -3,10 +3,12 @@
 import json
 import os
 import sys
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+import rich.markup
 from rich.console import Console
 from rich.table import Table
 
@@ -53,8 +55,17 @@ def labelled(console: Console, label: str, lines: Iterable[str]) -> None:
 
 
 def escape(text: str) -> str:
-    """Text as it is: what comes from a cluster must not be read as markup."""
-    return text.replace("[", "\\[")
+    """Text as it is: what comes from a cluster (a pod may have written it) is neither markup nor a command to the
+    terminal."""
+    return rich.markup.escape(make_printable(text))
+
+
+def make_printable(text: str) -> str:
+    """Control and format characters, line ends among them, as their escape sequences."""
+    return "".join(
+        one.encode("unicode_escape").decode() if unicodedata.category(one) in ("Cc", "Cf", "Cs") else one
+        for one in text
+    )
 
 
 def make_table(*columns: str, rows: Iterable[Sequence[str]]) -> Table:
