@@ -279,6 +279,12 @@ class OperatorProcess:
     process: subprocess.Popen[bytes]
     log: Path
     name: str
+    metrics_port: int
+
+    def num_passes(self) -> int:
+        """Passes over pools since its start."""
+        metrics = endpoints.samples(endpoints.scrape(self.metrics_port))
+        return int(metrics['kvoffload_operator_reconcile_duration_seconds_count{kind="pool"}'])
 
     def stop(self, sent: signal.Signals = signal.SIGTERM) -> None:
         """End it and wait."""
@@ -306,8 +312,10 @@ def start_operator(plane: ControlPlane, name: str = "operator-a", *, url: str = 
     """Start a replica with the chart's permissions; `url` puts a proxy before the API server."""
     kubeconfig = plane.write_kubeconfig(name, operator_token(plane), url=url)
     log = plane.folder / f"{name}-{secrets.token_hex(3)}.log"
-    settings = {"metrics_port": str(free_port()), "release": "kvoffload", **settings}
-    return OperatorProcess(start_process(plane, "run", name, kubeconfig=kubeconfig, log=log, **settings), log, name)
+    port = free_port()
+    settings = {"metrics_port": str(port), "release": "kvoffload", **settings}
+    process = start_process(plane, "run", name, kubeconfig=kubeconfig, log=log, **settings)
+    return OperatorProcess(process, log, name, port)
 
 
 def start_process(

@@ -12,7 +12,6 @@ from e2e.control_plane import (
     ControlPlane,
     OperatorProcess,
     checked_metrics,
-    free_port,
     report_regions,
     running_operator,
     start_operator,
@@ -114,12 +113,11 @@ def test_pods_that_the_webhook_missed_are_counted_while_they_run(
     control_plane: ControlPlane, make_pod: Callable[..., Any]
 ) -> None:
     sample = 'kvoffload_operator_unattached_pods{reason="MissedByWebhook"}'
-    port = free_port()
 
     def count() -> float | None:
-        return checked_metrics(port).get(sample)
+        return checked_metrics(running.metrics_port).get(sample)
 
-    with running_operator(control_plane, "operator-m", metrics_port=str(port), **QUICK):
+    with running_operator(control_plane, "operator-m", **QUICK) as running:
         wait_until(lambda: count() == 0, "the first sweep")
         names = ("missed-a", "missed-b")
         for name in names:
@@ -128,7 +126,7 @@ def test_pods_that_the_webhook_missed_are_counted_while_they_run(
         for name in names:
             control_plane.kubectl("delete", "pod", name, "--force", "--grace-period=0")
         wait_until(lambda: count() == 0, "both to be forgotten", seconds=40)
-        shown = checked_metrics(port)
+        shown = checked_metrics(running.metrics_port)
     assert shown["kvoffload_operator_leader"] == 1
     assert shown["kvoffload_operator_injection_ready"] == 0, "no webhook is here"
     assert shown["kvoffload_operator_api_writes_total"] > 0

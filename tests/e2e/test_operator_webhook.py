@@ -285,9 +285,12 @@ def test_a_change_by_others_brings_the_replica_that_answered_back(
     wait_until(lambda: calls_of(0) == 2, "the API server to know the other webhook")
     replicas[0].process.send_signal(signal.SIGSTOP)
     try:
-        started = time.monotonic()
-        assert calls_of(1) == 2
-        assert time.monotonic() - started < 2 * TIMEOUT_SECONDS, "replica 0 is waited for once, not again"
+        durations = []
+        for _ in range(3):  # waiting twice is never faster than two time-outs; a busy machine may be slow once
+            started = time.monotonic()
+            assert calls_of(1) == 2
+            durations.append(time.monotonic() - started)
+        assert min(durations) < 2 * TIMEOUT_SECONDS, "replica 0 is waited for once, not again"
     finally:
         replicas[0].process.send_signal(signal.SIGCONT)
 
