@@ -72,6 +72,9 @@ def running_node() -> Iterator[Node]:
         (library / "kvoffload_engine/plugin.py").write_text("def register(): pass\n")
         (library / "kvoffload_engine-0.1.0.dist-info").mkdir()
         (library / "kvoffload_engine-0.1.0.dist-info/METADATA").write_text("Name: kvoffload_engine\n")
+        (library / "kvoffload_engine-0.1.0.dist-info/entry_points.txt").write_text(
+            "[vllm.general_plugins]\nkvoffload = kvoffload_engine.plugin:register\n"
+        )
         kubelet = tmp_path / "kubelet"
         kubelet.mkdir()
         with DaemonProcess(tmp_path / "d", capacity_bytes=32 << 20) as daemon:

@@ -5,6 +5,8 @@ import os
 import random
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +28,11 @@ def node() -> Iterator[Node]:
         yield node
 
 
+INFORMATION = "kvoffload_engine-0.1.0.dist-info"
+
+
 def is_attached(folder: Path) -> bool:
-    return (folder / "lib").is_dir()
+    return (folder / INFORMATION).is_dir() and not (folder / INFORMATION).is_symlink()
 
 
 def test_a_pod_gets_a_world_writable_socket_then_a_whole_library(node: Node) -> None:
@@ -36,10 +41,44 @@ def test_a_pod_gets_a_world_writable_socket_then_a_whole_library(node: Node) -> 
     mode = (folder / "daemon.sock").stat().st_mode
     assert stat.S_ISSOCK(mode)
     assert stat.S_IMODE(mode) == 0o666
-    copied = {str(path.relative_to(folder / "lib")) for path in (folder / "lib").rglob("*") if path.is_file()}
-    assert copied == {"kvoffload_engine/plugin.py", "kvoffload_engine-0.1.0.dist-info/METADATA"}
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o644 for path in (folder / "lib").rglob("*") if path.is_file())
+    wait_until(lambda: list(folder.glob(".*")) == [])
+    copied = [path for path in folder.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(folder)) for path in copied} == {
+        "kvoffload_engine/plugin.py",
+        f"{INFORMATION}/METADATA",
+        f"{INFORMATION}/entry_points.txt",
+    }
+    assert {stat.S_IMODE(path.stat().st_mode) for path in copied} == {0o644}
     TestEngine(folder / "daemon.sock").close()
+
+
+EARLY = """
+import importlib.metadata
+print("started", flush=True)
+while not (found := importlib.metadata.entry_points(group="vllm.general_plugins")):
+    try:
+        import nothing_of_this_name
+    except ImportError:
+        pass
+print(*(plugin.load().__module__ for plugin in found))
+"""
+"""A Python that looks into its path all the time, as vLLM's does with each import, until the plugin is there."""
+
+
+def test_a_python_that_started_before_the_attacher_came_loads_the_plugin(node: Node) -> None:
+    folders = [node.create_folder(f"pod-{number}") for number in range(8)]
+    for folder in folders:
+        with subprocess.Popen(
+            [sys.executable, "-S", "-c", EARLY],
+            env={"PYTHONPATH": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as python:
+            assert python.stdout is not None
+            assert python.stdout.readline() == "started\n"
+            node.pods.tell_of(folder.parts[-4])
+            assert python.communicate(timeout=30)[0] == "kvoffload_engine.plugin\n"
 
 
 def test_110_pods_at_once_are_all_attached(node: Node) -> None:
@@ -81,9 +120,11 @@ def test_names_that_the_pod_made_itself_are_replaced_and_never_followed(node: No
     outside.mkdir()
     folder = node.create_folder("pod-a")
     (folder / "daemon.sock").symlink_to(victim)
-    (folder / "lib").symlink_to(outside)
+    (folder / "kvoffload_engine").symlink_to(outside)
+    (folder / INFORMATION).symlink_to(outside)
     node.pods.tell_of("pod-a")
-    wait_until(lambda: is_attached(folder) and not (folder / "lib").is_symlink())
+    wait_until(lambda: is_attached(folder))
+    assert not (folder / "kvoffload_engine").is_symlink()
     assert victim.read_text() == "untouched"
     assert stat.S_IMODE(victim.stat().st_mode) == 0o600
     assert list(outside.iterdir()) == []
@@ -125,12 +166,13 @@ def assert_untouched(victim: Path) -> None:
 def test_whatever_a_pod_puts_in_its_folder_is_replaced(node: Node, victim: Path) -> None:
     for number, make in enumerate(MADE.values()):
         folder = node.create_folder(f"pod-{number}")
-        for name in ("daemon.sock", "lib"):
+        for name in ("daemon.sock", "kvoffload_engine", INFORMATION):
             make(folder / name, victim)
         node.pods.tell_of(f"pod-{number}")
     for number, made in enumerate(MADE):
         folder = node.folder(f"pod-{number}")
-        wait_until(lambda: is_attached(folder) and not (folder / "lib").is_symlink())  # noqa: B023 - called at once
+        wait_until(lambda: is_attached(folder))  # noqa: B023 - called at once
+        assert (folder / "kvoffload_engine/plugin.py").is_file()
         TestEngine(folder / "daemon.sock", engine_id=made).close()
     assert_untouched(victim)
 
@@ -142,7 +184,7 @@ def test_a_pod_that_changes_its_folder_all_the_time_harms_only_itself(node: Node
     def quarrel(folder: Path) -> None:
         nonlocal rounds
         while not ended.is_set():
-            for name in ("daemon.sock", "lib", *(path.name for path in folder.glob(".lib-*"))):
+            for name in ("daemon.sock", "kvoffload_engine", INFORMATION, *(one.name for one in folder.glob(".lib-*"))):
                 with contextlib.suppress(OSError):
                     (folder / name).rename(folder / f"taken-{rounds}-{name}")
                 with contextlib.suppress(OSError):

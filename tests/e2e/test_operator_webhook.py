@@ -113,7 +113,7 @@ def test_an_opted_in_pod_is_injected_and_others_are_not_seen(
 ) -> None:
     pod = create(control_plane, pod_manifest(command=DEEPSEEK))
     environment = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
-    assert environment["PYTHONPATH"] == "/run/kvoffload/lib"
+    assert environment["PYTHONPATH"] == "/run/kvoffload"
     assert environment["KVOFFLOAD_REPLICATED_LAYOUT"] == "replicated"
     plain = pod_manifest(command=DEEPSEEK)
     del plain["metadata"]["labels"]

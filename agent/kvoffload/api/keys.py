@@ -49,7 +49,6 @@ DAEMON_OF_LABEL = "kvoffload.io/daemon-of"
 # In the pod: the emptyDir and what is in it.
 VOLUME_NAME = "kvoffload"
 MOUNT_PATH = "/run/kvoffload"
-LIBRARY_PATH = f"{MOUNT_PATH}/lib"
 SOCKET_PATH = f"{MOUNT_PATH}/daemon.sock"
 
 # Environment of the injected container.

@@ -5,17 +5,24 @@ too (another of its containers may mount it), so nothing inside is trusted: ever
 descriptor, and no mode is changed by path.
 
     <kubelet root>/pods/<uid>/volumes/kubernetes.io~empty-dir/kvoffload/
-        daemon.sock      1. bound and handed to the daemon
-        .lib-<random>/   2. the library, written file by file
-        lib/             3. renamed: a library that is there is whole, and has its socket beside it
+        daemon.sock                 1. bound and handed to the daemon
+        .lib-<random>/              2. the library, written file by file
+        kvoffload/ kvoffload_engine/   3. its packages, renamed
+        kvoffload_engine-*.dist-info/  4. renamed last: Python sees a plugin that is whole and has its socket beside it
+
+The packages stand in the emptyDir itself and not in a folder of it, because this is what PYTHONPATH names: a Python
+that starts before the attacher has come finds the folder, empty, and looks again when it has changed. Of a folder that
+is not there at its start it believes for ever that nothing can be imported from it.
 """
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +30,7 @@ from kvoffload.api.keys import VOLUME_NAME
 from kvoffload.errors import RegionUnusable
 
 SOCKET_NAME = "daemon.sock"
-LIBRARY_NAME = "lib"
+INFORMATION_NAME = re.compile(r"kvoffload_engine-.*\.dist-info")
 LISTEN_BACKLOG = 1024
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -68,20 +75,27 @@ def bind_socket(folder: int) -> socket.socket:
 
 
 def write_library(folder: int, library: Path) -> bool:
-    """Copy the library into the folder; False if one is there already. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.stat(LIBRARY_NAME, dir_fd=folder, follow_symlinks=False).st_mode):
-            return False
-        os.unlink(LIBRARY_NAME, dir_fd=folder)
-    name = f".{LIBRARY_NAME}-{secrets.token_hex(8)}"
+    """Copy the library's packages into the folder; False if they are there already. Raises OSError."""
+    if any(INFORMATION_NAME.fullmatch(name) and _is_folder(folder, name) for name in os.listdir(folder)):
+        return False
+    new = f".lib-{secrets.token_hex(8)}"
     try:
-        _copy_tree(library, folder, name)
-        os.rename(name, LIBRARY_NAME, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError:
+        _copy_tree(library, folder, new)
+        names = [entry.name for entry in library.iterdir()]
+        for name in sorted(names, key=lambda name: bool(INFORMATION_NAME.fullmatch(name))):
+            with contextlib.suppress(FileNotFoundError):  # what a killed attacher, or the pod, has left in its place
+                os.rename(name, f".old-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(f"{new}/{name}", name, src_dir_fd=folder, dst_dir_fd=folder)
+        now = time.time_ns()  # before Linux 6.13 a change is dated by the tick, and a look within it seen as newest
+        os.utime(folder, ns=(now, now))
+    finally:
         with contextlib.suppress(OSError):
-            shutil.rmtree(name, dir_fd=folder)
-        raise
+            shutil.rmtree(new, dir_fd=folder)
     return True
+
+
+def _is_folder(parent: int, name: str) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
 
 
 def _copy_tree(source: Path, parent: int, name: str) -> None:

@@ -22,7 +22,6 @@ from kvoffload.api.keys import (
     ENV_WEIGHTS_ID,
     IMAGE_PYTHONPATH_ANNOTATION,
     INJECTED_ANNOTATION,
-    LIBRARY_PATH,
     MODEL_ARCHITECTURE_ANNOTATION,
     MOUNT_PATH,
     PLUGIN_NAME,
@@ -300,14 +299,14 @@ def _python_path(present: Sequence[Manifest], image_path: str) -> list[Manifest]
     """PYTHONPATH with our folder first; nothing if it is there already."""
     found = _last(present, ENV_PYTHONPATH)
     if found is None:
-        return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [LIBRARY_PATH, image_path]))}]
+        return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [MOUNT_PATH, image_path]))}]
     if "valueFrom" in found:
         kept = {**found, "name": KEPT_PYTHONPATH}
-        return [kept, {"name": ENV_PYTHONPATH, "value": f"{LIBRARY_PATH}:$({KEPT_PYTHONPATH})"}]
+        return [kept, {"name": ENV_PYTHONPATH, "value": f"{MOUNT_PATH}:$({KEPT_PYTHONPATH})"}]
     value = found.get("value", "")
-    if LIBRARY_PATH in value.split(":"):
+    if MOUNT_PATH in value.split(":"):
         return []
-    return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [LIBRARY_PATH, value]))}]
+    return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [MOUNT_PATH, value]))}]
 
 
 def _plugins(present: Sequence[Manifest]) -> list[Manifest]:

@@ -10,7 +10,6 @@ import pytest
 from golden_files import assert_golden
 from kvoffload.api.keys import (
     INJECTED_ANNOTATION,
-    LIBRARY_PATH,
     MOUNT_PATH,
     REPLICATED_LAYOUT_ANNOTATION,
     SKIP_REASON_ANNOTATION,
@@ -85,7 +84,7 @@ def test_case_23_every_way_to_start_vllm_is_injected_alike(command: list[str] | 
     assert container.get("command") == command
     assert container.get("args") == args
     assert env_of(after) == {
-        "PYTHONPATH": LIBRARY_PATH,
+        "PYTHONPATH": MOUNT_PATH,
         "PYTHONHASHSEED": "0",
         "KVOFFLOAD_SOCKET": "/run/kvoffload/daemon.sock",
         "KVOFFLOAD_POOL": "main",
@@ -168,7 +167,7 @@ def test_case_24_the_second_call_changes_nothing(pod: dict[str, Any], attachment
 def test_case_24_of_a_variable_that_stands_twice_the_last_one_is_changed() -> None:
     after = injected(pod_manifest(command=DEEPSEEK, container={"env": twice()}))
     environment = env_of(after)
-    assert environment["PYTHONPATH"] == f"{LIBRARY_PATH}:/last"
+    assert environment["PYTHONPATH"] == f"{MOUNT_PATH}:/last"
     assert environment["VLLM_PLUGINS"] == "last,kvoffload"
     assert after["spec"]["containers"][0]["env"][0]["value"] == "/first"
 
@@ -176,7 +175,7 @@ def test_case_24_of_a_variable_that_stands_twice_the_last_one_is_changed() -> No
 def test_case_24_the_user_s_values_stay() -> None:
     after = injected(everything())
     environment = env_of(after)
-    assert environment["PYTHONPATH"] == f"{LIBRARY_PATH}:/mine:$(A)"
+    assert environment["PYTHONPATH"] == f"{MOUNT_PATH}:/mine:$(A)"
     assert environment["PYTHONHASHSEED"] == "7"
     assert environment["VLLM_PLUGINS"] == "a,b,kvoffload"
     assert environment["KVOFFLOAD_WEIGHTS_ID"] == "w1"
@@ -197,7 +196,7 @@ def test_case_24_values_from_references_are_kept_under_another_name_and_referred
     after = injected(pod)
     environment = env_of(after)
     assert environment["KVOFFLOAD_USER_PYTHONPATH"] == reference
-    assert environment["PYTHONPATH"] == f"{LIBRARY_PATH}:$(KVOFFLOAD_USER_PYTHONPATH)"
+    assert environment["PYTHONPATH"] == f"{MOUNT_PATH}:$(KVOFFLOAD_USER_PYTHONPATH)"
     assert environment["VLLM_PLUGINS"] == "$(KVOFFLOAD_USER_VLLM_PLUGINS),kvoffload"
     names = [one["name"] for one in after["spec"]["containers"][0]["env"]]
     assert names.index("KVOFFLOAD_USER_PYTHONPATH") < names.index("PYTHONPATH")
@@ -206,7 +205,7 @@ def test_case_24_values_from_references_are_kept_under_another_name_and_referred
 
 def test_case_24_the_image_s_pythonpath_is_kept_where_the_annotation_names_it() -> None:
     pod = pod_manifest(command=DEEPSEEK, annotations={"kvoffload.io/image-pythonpath": "/opt/app"})
-    assert env_of(injected(pod))["PYTHONPATH"] == f"{LIBRARY_PATH}:/opt/app"
+    assert env_of(injected(pod))["PYTHONPATH"] == f"{MOUNT_PATH}:/opt/app"
 
 
 def test_env_from_is_refused_unless_the_annotation_says_what_it_sets() -> None:
@@ -215,7 +214,7 @@ def test_env_from_is_refused_unless_the_annotation_says_what_it_sets() -> None:
         SkipReason.PYTHONPATH_FROM_REFERENCE
     )
     told = pod_manifest(command=DEEPSEEK, container=container, annotations={"kvoffload.io/image-pythonpath": ""})
-    assert env_of(injected(told))["PYTHONPATH"] == LIBRARY_PATH
+    assert env_of(injected(told))["PYTHONPATH"] == MOUNT_PATH
 
 
 def test_case_24_the_second_of_two_containers_is_found_and_the_first_untouched() -> None:
