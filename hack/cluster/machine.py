@@ -70,6 +70,11 @@ def release_hugepages(settings: ClusterSettings, record: MachineRecord) -> None:
         (HUGEPAGES / "nr_hugepages").write_text(str(max(0, read_hugepages("nr") - record.hugepages_added)))
         record.hugepages_added = 0
         record.write(settings.run)
+    if left := read_hugepages("nr"):
+        say(
+            f"    {left} pages of 2 MiB stay, which this cluster did not reserve; where a condition's remedy did, "
+            "docs/uninstall.md says how they are given back"
+        )
 
 
 def ensure_mounts(settings: ClusterSettings, record: MachineRecord) -> None:
