@@ -78,8 +78,9 @@ test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version
 bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json
 	$(PYTHON) -m bench
 
-generate: $(SYNCED) ## write the CRDs from the API models, into crds/ and the chart
+generate: $(SYNCED) ## write the CRDs from the API models, and the schema of the chart's values from their comments
 	$(PYTHON) -m kvoffload.api.schema crds charts/kvoffload/crds
+	$(PYTHON) -m hack.docs.values_schema
 
 docs: $(SYNCED) ## write what is generated from code, build the documentation into site/, check its links
 	$(PYTHON) -m hack.docs.dashboard

@@ -5,6 +5,7 @@ Called by `reference.py`.
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,26 @@ def build_values_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class ValueKey:
+    """One key of values.yaml, also one that only holds others."""
+
+    key: str
+    value: str
+    """As it is written behind the key; empty where its value begins on the next line."""
+    comment: str
+    """Above or beside it."""
+    nearest: str
+    """Its own comment, or that of the nearest key around it."""
+
+
 def read_values(text: str) -> list[ValueRow]:
     """Every key with a value of its own, with the comment above or beside it, or that of the nearest key around it."""
-    rows: list[ValueRow] = []
+    return [ValueRow(one.key, one.value, one.nearest.replace("|", "\\|")) for one in read_keys(text) if one.value]
+
+
+def read_keys(text: str) -> Iterator[ValueKey]:
+    """Every key in the order of the file."""
     path: list[tuple[int, str, str]] = []
     comment: list[str] = []
     for line in text.splitlines():
@@ -86,8 +104,6 @@ def read_values(text: str) -> list[ValueRow]:
             value, beside = "", value.lstrip("# ")
         words = " ".join(filter(None, [*comment, beside or ""]))
         path = [entry for entry in path if entry[0] < indent] + [(indent, key, words)]
-        if value:
-            nearest = next((text for _, _, text in reversed(path) if text), "")
-            rows.append(ValueRow(".".join(name for _, name, _ in path), value, nearest.replace("|", "\\|")))
+        nearest = next((text for _, _, text in reversed(path) if text), "")
+        yield ValueKey(key=".".join(name for _, name, _ in path), value=value, comment=words, nearest=nearest)
         comment = []
-    return rows

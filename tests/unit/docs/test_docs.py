@@ -3,13 +3,15 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from hack.docs import dashboard, reference
+from hack.docs import dashboard, reference, values_schema
 from hack.docs.panels import PANELS, dashboard_queries
 from kvoffload.api.conditions import PoolReason, RegionReason
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
@@ -51,6 +53,24 @@ def test_every_example_is_in_the_docs() -> None:
 
 def test_dashboard_is_current() -> None:
     assert dashboard.PATH.read_text() == dashboard.render(), "run python -m hack.docs.dashboard"
+
+
+def test_the_schema_of_the_chart_s_values_is_current_and_describes_each() -> None:
+    assert values_schema.PATH.read_text() == values_schema.render(), "run make generate"
+    undescribed = [
+        name for name, schema in properties_of(values_schema.build_schema()) if not schema.get("description")
+    ]
+    assert undescribed == []
+
+
+def properties_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every property at any depth, also of objects and lists whose names are the user's."""
+    for name, child in schema.get("properties", {}).items():
+        yield name, child
+        yield from properties_of(child)
+    for inner in (schema.get("additionalProperties"), schema.get("items")):
+        if isinstance(inner, dict):
+            yield from properties_of(inner)
 
 
 def known_metrics() -> set[str]:
