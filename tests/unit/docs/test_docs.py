@@ -5,13 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 from hack.docs import dashboard, reference, values_schema
+from hack.docs.metrics_page import NOT_FROM_THE_START, values_of
 from hack.docs.panels import PANELS, dashboard_queries
 from kvoffload.api.conditions import PoolReason, RegionReason
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
@@ -21,7 +22,9 @@ from kvoffload.errors import RefusalReason
 from kvoffload_node.index.table import Eviction
 from kvoffload_node.metrics import HELP, LABELS
 from kvoffload_operator import metrics as operator_metrics
+from kvoffload_operator.kube import KubeClient
 from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS
+from kvoffload_operator.webhook.server import AdmissionServer
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "charts" / "kvoffload" / "rules" / "kvoffload.yaml"
@@ -81,6 +84,18 @@ def known_metrics() -> set[str]:
         for family in metric.describe()
     }
     return set(HELP) | of_operator
+
+
+def test_the_page_of_metrics_has_every_one_that_the_code_has_a_text_for() -> None:
+    rows = re.findall(r"^\| `(kvoffload_\w+)` \|", (DOCS / "reference" / "metrics.md").read_text(), flags=re.MULTILINE)
+    assert {name.removesuffix("_total") for name in rows} == known_metrics()
+
+
+def test_the_webhook_times_what_the_page_of_metrics_says() -> None:
+    """Its series are there as soon as the routes are, before anybody asks."""
+    AdmissionServer(cast("KubeClient", None), operator_namespace="ns").build_app()
+    (family,) = operator_metrics.admission_duration_seconds.collect()
+    assert set(values_of(family, "webhook")) == set(NOT_FROM_THE_START[family.name, "webhook"])
 
 
 def metrics_in(expression: str) -> set[str]:
