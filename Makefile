@@ -10,6 +10,7 @@ UV := $(or $(shell command -v uv 2>/dev/null),$(KVOFFLOAD_CACHE)/uv/bin/uv)
 PYTHON := .venv/bin/python
 SYNCED := .venv/.synced
 PYTEST := $(PYTHON) -m pytest
+STARTED := $(shell date +%s)
 
 .PHONY: help
 help: ## print this list
@@ -46,6 +47,7 @@ demo-down: cluster-down ## give back everything that the demo and the cluster to
 # ---------------------------------------------------------------- tests
 .PHONY: test lint test-unit test-engine test-e2e test-gpu test-long bench docs generate
 test: lint test-unit test-engine test-e2e ## everything: lint, types, unit, property, real vLLM, real cluster
+	@echo "all passed, in $$(( ($$(date +%s) - $(STARTED)) / 60 )) min"
 
 lint: $(SYNCED) ## style, types, import contracts
 	.venv/bin/ruff check .
