@@ -77,7 +77,7 @@ test-gpu: $(SYNCED) ## a real engine, bytes, bandwidth beside vLLM's own worker 
 test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version matrix (an hour or more)
 	$(PYTEST) -m long tests
 
-bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json
+bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json, and docs/reference/speed-*.md from it
 	$(PYTHON) -m bench
 
 generate: $(SYNCED) ## write the CRDs from the API models, and the schema of the chart's values from their comments
