@@ -75,7 +75,7 @@ test-gpu: $(SYNCED) ## a real engine, bytes, bandwidth beside vLLM's own worker 
 	$(PYTEST) -m gpu tests/gpu
 
 test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version matrix (an hour or more)
-	$(PYTEST) -m long tests
+	$(PYTEST) --durations=0 -rP -m long tests
 
 bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json, and docs/reference/speed-*.md from it
 	$(PYTHON) -m bench

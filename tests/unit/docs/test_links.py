@@ -75,3 +75,20 @@ def test_every_test_that_a_page_names_is_there() -> None:
     assert len(named) > 25
     for page, file, test, cut in named:
         assert f"def {test}{'' if cut else '('}" in texts.get(file, ""), f"{page}: {file}::{test}"
+
+
+def test_every_long_test_is_on_the_page_of_long_runs() -> None:
+    """By its name, or by that of its file alone, as where the whole file is long or single cases of a test are."""
+    page = (REPOSITORY / "docs" / "reference" / "long-runs.md").read_text()
+    named = re.findall(r"`(\w+\.py)(?:::(\w+))?(?:\.\.\.)?`", page)
+    whole = {file for file, test in named if not test}
+    long = [(path, path.read_text()) for path in (REPOSITORY / "tests").rglob("test_*.py") if path != Path(__file__)]
+    long = [(path, text) for path, text in long if "mark.long" in text]
+    assert len(long) > 10
+    for path, text in long:
+        if path.name in whole:
+            continue
+        tests = re.findall(r"^@pytest\.mark\.long\n(?:@.*\n)*def (\w+)", text, flags=re.MULTILINE)
+        assert text.count("mark.long") == len(tests), f"{path.name} is not named as a whole"
+        for test in tests:
+            assert any(file == path.name and test.startswith(start) for file, start in named if start), test

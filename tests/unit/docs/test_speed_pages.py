@@ -111,3 +111,13 @@ def test_a_part_that_was_measured_is_written_anew_and_every_other_stays() -> Non
 @pytest.mark.parametrize("name", ["daemon", "engine", "webhook"])
 def test_every_part_of_the_bench_is_on_a_page(name: str) -> None:
     assert any(f"<!-- bench: {name} -->" in page.read_text() for page in FOLDER.glob("speed-*.md"))
+
+
+def test_the_comparison_names_rows_for_ours_and_gives_no_figure_of_them() -> None:
+    """Figures of ours stand where the bench writes them."""
+    section = (
+        (REPOSITORY / "docs" / "comparison.md").read_text().partition("## Measured")[2].partition("\nWhat these")[0]
+    )
+    named = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(named) == 5
+    assert set(named) <= {cells[0] for cells in rows_of_pages()}
