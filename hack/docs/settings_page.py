@@ -62,7 +62,18 @@ class ValueRow:
 def build_values_page() -> str:
     """The chart's values with their comments."""
     lines = [HEADER, "", "# Chart values", "", "From the comments of `charts/kvoffload/values.yaml`.", ""]
-    lines += ["| value | default | meaning |", "|---|---|---|"]
+    return "\n".join(lines) + "\n" + values_table()
+
+
+def build_chart_readme() -> str:
+    """The chart's own page, with the same table at its end."""
+    begin = VALUES.with_name("README.md").read_text().partition("<!-- values -->\n")[0]
+    return f"{begin}<!-- values -->\n{values_table()}<!-- /values -->\n"
+
+
+def values_table() -> str:
+    """Every value with its default and comment."""
+    lines = ["| value | default | meaning |", "|---|---|---|"]
     lines += [f"| `{row.key}` | `{row.default}` | {row.comment} |" for row in read_values(VALUES.read_text())]
     return "\n".join(lines) + "\n"
 

@@ -72,6 +72,17 @@ CONSTRAINTS: Mapping[str, Schema] = {
         "maximum": 1,
         "pattern": r"^(0(\.[0-9]+)?|1(\.0+)?)$",
     },
+    "networkPolicy.metricsFrom": {
+        "items": {
+            **CLOSED,
+            "minProperties": 1,
+            "properties": {
+                "namespaceSelector": {"description": "Labels of namespaces.", "type": "object"},
+                "podSelector": {"description": "Labels of pods.", "type": "object"},
+                "ipBlock": {"description": "A range of addresses.", "type": "object"},
+            },
+        }
+    },
     "monitoring.podMonitor.interval": {"pattern": "^[0-9]+(ms|s|m|h)$"},
     "monitoring.prometheusRule.additionalRuleLabels": {
         "patternProperties": {"^(alertname|severity|pool|node|reason)$": False}

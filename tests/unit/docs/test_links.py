@@ -15,8 +15,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 ELSEWHERE = re.compile(r"^[a-z]+:")
 FOLDERS = ("agent", "operator", "tests", "hack", "bench", "charts", "crds", "docs", "examples")
 PACKAGES = ("operator/kvoffload_operator", "agent/kvoffload_node", "agent/kvoffload_engine", "tests/engine")
-NO_PATHS = ("kvoffload.io/", "build/", "logs/")
-"""Labels, and what commands make."""
+NO_PATHS = ("kvoffload.io/", "kvoffload/", "registry.example.com/", "build/", "logs/")
+"""Labels, images, and what commands make."""
 NOT_KEPT = ("__init__.py", "docs/design/NNNN-title.md")
 """Files that there must not be, and a pattern of names."""
 
