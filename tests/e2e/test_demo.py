@@ -80,10 +80,10 @@ def test_every_page_is_free_again_after_the_pool_is_deleted(demo_result):
 def test_the_figures_of_the_pages_are_those_of_this_run(demo_result):
     summary = demo_result.summary
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    cached, asked = re.search(r"(\d+) of (\d+) prompt tokens come from the cache on server B's", readme).groups()
+    ((cached, asked),) = re.findall(r"(\d+) of (\d+) prompt tokens come from the cache on server B's", readme)
     assert int(cached) == summary.cached_tokens_first_request_b
     assert {int(asked)} == {len(prompt) for prompt in demo_prompts()}
-    chunks, plain = re.search(r"([\d,]+) chunks fit where the plain layout holds ([\d,]+),", readme).groups()
+    ((chunks, plain),) = re.findall(r"([\d,]+) chunks fit where the plain layout holds ([\d,]+),", readme)
     assert int(chunks.replace(",", "")) == summary.capacity_chunks
     assert int(plain.replace(",", "")) == summary.plain_layout_capacity_chunks
     examples = (REPOSITORY / "examples/README.md").read_text()

@@ -110,6 +110,19 @@ def test_every_chart_value_that_a_page_names_is_there() -> None:
     assert [(page, key) for page, key in sorted(named) if not has_value(key)] == []
 
 
+def test_the_chart_is_installed_by_the_same_commands_on_every_page() -> None:
+    of_pages: dict[str, list[tuple[str, ...]]] = {}
+    for page, text in texts().items():
+        for block in re.findall(r"^```(?:sh)?\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+            if "helm install" in block:
+                words = [
+                    tuple("-n" if word == "--namespace" else word for word in one) for one in split_commands(block)
+                ]
+                of_pages[page] = [one for one in words if "kvoffload" not in one[:2]]
+    assert set(of_pages) == {"README.md", "charts/kvoffload/README.md", "docs/install.md"}
+    assert len({str(words) for words in of_pages.values()}) == 1
+
+
 def test_every_option_of_helm_is_one_that_it_knows() -> None:
     """cobra parses the whole command line before it heeds --help, so that nothing is done and nothing is asked."""
     tools = find_chart_tools()
