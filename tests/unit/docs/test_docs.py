@@ -14,17 +14,22 @@ from prometheus_client.metrics import MetricWrapperBase
 from hack.docs import dashboard, reference, values_schema
 from hack.docs.metrics_page import NOT_FROM_THE_START, values_of
 from hack.docs.panels import PANELS, dashboard_queries
+from kvoffload.api import keys
 from kvoffload.api.conditions import PoolReason, RegionReason
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.api.pool import NodeCounts
 from kvoffload.api.region import LEFT_ALONE
 from kvoffload.errors import RefusalReason
+from kvoffload_engine import environment
 from kvoffload_node.index.table import Eviction
 from kvoffload_node.metrics import HELP, LABELS
+from kvoffload_node.settings import NodeSettings
 from kvoffload_operator import metrics as operator_metrics
 from kvoffload_operator.kube import KubeClient
 from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS
+from kvoffload_operator.settings import Settings
 from kvoffload_operator.webhook.server import AdmissionServer
+from printed_commands import documentation_pages
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "charts" / "kvoffload" / "rules" / "kvoffload.yaml"
@@ -108,6 +113,38 @@ def test_every_metric_in_rules_and_dashboard_is_one_that_we_export(rules: list[d
     used = set().union(*(metrics_in(expression) for expression in expressions))
     assert used
     assert used <= known_metrics() | {name.removesuffix("_total") for name in known_metrics()}
+
+
+def names_on_pages(pattern: str) -> dict[str, Path]:
+    """What a pattern finds, with a page that has it."""
+    return {name: page for page in documentation_pages() for name in re.findall(pattern, page.read_text())}
+
+
+def test_every_metric_that_a_page_names_is_ours() -> None:
+    packages = {path.name for folder in ("agent", "operator") for path in (ROOT / folder).glob("kvoffload_*")}
+    of_tests = {path.name for path in (ROOT / "tests" / "unit").glob("kvoffload_*")}
+    known = known_metrics() | {f"{name}_total" for name in known_metrics()} | packages | of_tests
+    named = names_on_pages(r"\bkvoffload_[a-z_]+")
+    assert {name: page for name, page in named.items() if name not in known} == {}
+
+
+def test_every_variable_that_a_page_names_is_ours() -> None:
+    known = {f"KVOFFLOAD_{name}".upper() for model in (Settings, NodeSettings) for name in model.model_fields}
+    for module in (keys, environment):
+        known |= {value for name, value in vars(module).items() if name.startswith("ENV_") or "VARIABLE" in name}
+    for path in (ROOT / "Makefile", *(ROOT / "hack").rglob("*.py")):
+        known |= set(re.findall(r"\bKVOFFLOAD_C[A-Z_]+", path.read_text()))
+    named = names_on_pages(r"\bKVOFFLOAD_[A-Z_]+[A-Z]\b")
+    assert {name: page for name, page in named.items() if name not in known} == {}
+
+
+def test_every_label_and_annotation_that_a_page_names_is_ours() -> None:
+    known = {value for value in vars(keys).values() if isinstance(value, str) and "kvoffload.io/" in value}
+    named = names_on_pages(r"(?<![\w.])((?:[a-z]+\.)?kvoffload\.io/[a-z][a-z-]+)(?![\w-])")
+    of_pools = {
+        name for name in named if name.startswith((keys.READY_NODE_LABEL_PREFIX, keys.DAEMON_NODE_LABEL_PREFIX))
+    }
+    assert {name: page for name, page in named.items() if name not in known | of_pools} == {}
 
 
 def test_every_query_of_the_dashboard_is_listed_without_variables() -> None:

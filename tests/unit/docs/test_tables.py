@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from hack.cache import REPOSITORY
+from hack.cluster.settings import ClusterSettings
 from hack.docs.settings_page import read_values
 from kvoffload.api import keys
 from kvoffload.api.conditions import PoolReason, RegionReason
@@ -308,6 +309,20 @@ def test_what_runs_on_a_node_has_the_rights_that_the_security_page_says() -> Non
     helpers = (CHART / "templates" / "_helpers.tpl").read_text()
     assert table["operator, webhook"][:2] == [re.findall(r"runAsUser: (\d+)", helpers)[0], "none"]
     assert "drop: [ALL]" in helpers
+
+
+# ---------------------------------------------------------------- hack/README.md
+
+
+def test_the_local_cluster_s_variables_have_the_defaults_that_hack_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = rows((REPOSITORY / "hack" / "README.md").read_text(), header="variable")
+    for row in table:
+        monkeypatch.delenv(names(row[0])[0], raising=False)
+    settings = ClusterSettings.from_environment()
+    assert {names(row[0])[0]: row[1].strip("`") for row in table} == {
+        "KVOFFLOAD_CLUSTER_NAME": settings.name,
+        "KVOFFLOAD_CLUSTER_HUGEPAGES": str(settings.num_hugepages),
+    }
 
 
 # ---------------------------------------------------------------- every page
