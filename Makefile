@@ -10,6 +10,7 @@ UV := $(or $(shell command -v uv 2>/dev/null),$(KVOFFLOAD_CACHE)/uv/bin/uv)
 PYTHON := .venv/bin/python
 SYNCED := .venv/.synced
 PYTEST := $(PYTHON) -m pytest
+STARTED := $(shell date +%s)
 
 .PHONY: help
 help: ## print this list
@@ -46,6 +47,7 @@ demo-down: cluster-down ## give back everything that the demo and the cluster to
 # ---------------------------------------------------------------- tests
 .PHONY: test lint test-unit test-engine test-e2e test-gpu test-long bench docs generate
 test: lint test-unit test-engine test-e2e ## everything: lint, types, unit, property, real vLLM, real cluster
+	@echo "all passed, in $$(( ($$(date +%s) - $(STARTED)) / 60 )) min"
 
 lint: $(SYNCED) ## style, types, import contracts
 	.venv/bin/ruff check .
@@ -73,13 +75,14 @@ test-gpu: $(SYNCED) ## a real engine, bytes, bandwidth beside vLLM's own worker 
 	$(PYTEST) -m gpu tests/gpu
 
 test-long: $(SYNCED) ## full kill rounds, fuzzing, a thousand nodes, the version matrix (an hour or more)
-	$(PYTEST) -m long tests
+	$(PYTEST) --durations=0 -rP -m long tests
 
-bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json
+bench: $(SYNCED) ## figures beside vLLM's own manager; writes build/bench/results.json, and docs/reference/speed-*.md from it
 	$(PYTHON) -m bench
 
-generate: $(SYNCED) ## write the CRDs from the API models, into crds/ and the chart
+generate: $(SYNCED) ## write the CRDs from the API models, and the schema of the chart's values from their comments
 	$(PYTHON) -m kvoffload.api.schema crds charts/kvoffload/crds
+	$(PYTHON) -m hack.docs.values_schema
 
 docs: $(SYNCED) ## write what is generated from code, build the documentation into site/, check its links
 	$(PYTHON) -m hack.docs.dashboard

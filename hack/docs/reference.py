@@ -1,5 +1,5 @@
 """Everything in docs/ that is made from code: metrics, settings, chart values, the kubectl plugin, the sizing tables,
-and the examples that pages show.
+the examples that pages show, and the chart's README.md.
 
 python -m hack.docs.reference            write
 python -m hack.docs.reference --check    fail where a page differs
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hack.docs import excerpts
 from hack.docs.api_page import build_api_page
 from hack.docs.metrics_page import build_page
-from hack.docs.settings_page import HEADER, build_settings_page, build_values_page
+from hack.docs.settings_page import HEADER, build_chart_readme, build_settings_page, build_values_page
 from hack.docs.sizing import fill_in
 from kvoffload_cli.__main__ import app
 
@@ -65,6 +65,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "sizing.md": build_sizing_page,
     "examples.md": build_examples_page,
     "use-a-pool.md": build_usage_page,
+    "../charts/kvoffload/README.md": build_chart_readme,
 }
 
 

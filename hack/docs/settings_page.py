@@ -5,6 +5,7 @@ Called by `reference.py`.
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,42 @@ class ValueRow:
 def build_values_page() -> str:
     """The chart's values with their comments."""
     lines = [HEADER, "", "# Chart values", "", "From the comments of `charts/kvoffload/values.yaml`.", ""]
-    lines += ["| value | default | meaning |", "|---|---|---|"]
+    return "\n".join(lines) + "\n" + values_table()
+
+
+def build_chart_readme() -> str:
+    """The chart's own page, with the same table at its end."""
+    begin = VALUES.with_name("README.md").read_text().partition("<!-- values -->\n")[0]
+    return f"{begin}<!-- values -->\n{values_table()}<!-- /values -->\n"
+
+
+def values_table() -> str:
+    """Every value with its default and comment."""
+    lines = ["| value | default | meaning |", "|---|---|---|"]
     lines += [f"| `{row.key}` | `{row.default}` | {row.comment} |" for row in read_values(VALUES.read_text())]
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class ValueKey:
+    """One key of values.yaml, also one that only holds others."""
+
+    key: str
+    value: str
+    """As it is written behind the key; empty where its value begins on the next line."""
+    comment: str
+    """Above or beside it."""
+    nearest: str
+    """Its own comment, or that of the nearest key around it."""
+
+
 def read_values(text: str) -> list[ValueRow]:
     """Every key with a value of its own, with the comment above or beside it, or that of the nearest key around it."""
-    rows: list[ValueRow] = []
+    return [ValueRow(one.key, one.value, one.nearest.replace("|", "\\|")) for one in read_keys(text) if one.value]
+
+
+def read_keys(text: str) -> Iterator[ValueKey]:
+    """Every key in the order of the file."""
     path: list[tuple[int, str, str]] = []
     comment: list[str] = []
     for line in text.splitlines():
@@ -86,8 +115,6 @@ def read_values(text: str) -> list[ValueRow]:
             value, beside = "", value.lstrip("# ")
         words = " ".join(filter(None, [*comment, beside or ""]))
         path = [entry for entry in path if entry[0] < indent] + [(indent, key, words)]
-        if value:
-            nearest = next((text for _, _, text in reversed(path) if text), "")
-            rows.append(ValueRow(".".join(name for _, name, _ in path), value, nearest.replace("|", "\\|")))
+        nearest = next((text for _, _, text in reversed(path) if text), "")
+        yield ValueKey(key=".".join(name for _, name, _ in path), value=value, comment=words, nearest=nearest)
         comment = []
-    return rows

@@ -6,6 +6,7 @@ What each value does is in the chart's own suites (charts/kvoffload/tests); test
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from hack.cache import REPOSITORY
+from hack.docs.settings_page import read_values
 from kvoffload_operator.settings import Settings
 
 CHART = REPOSITORY / "charts" / "kvoffload"
@@ -161,6 +163,25 @@ def test_the_schema_has_every_value_and_no_other() -> None:
                 compare(child["properties"], given[name], f"{path}.{name}")
 
     compare(schema["properties"], values, "values")
+
+
+def test_every_value_is_changed_by_a_suite_that_looks_at_what_comes_of_it() -> None:
+    """A case whose value the schema refuses does not count."""
+    changed: set[str] = set()
+    for path in CHART.glob("tests/*_test.yaml"):
+        suite = yaml.safe_load(path.read_text())
+        for case in suite["tests"]:
+            if not any("failedTemplate" in one for one in case["asserts"]):
+                changed |= set(leaves({**suite.get("set", {}), **case.get("set", {})}))
+    for row in read_values((CHART / "values.yaml").read_text()):
+        assert [key for key in changed if f"{key}.".startswith(f"{row.key}.")], f"no suite sets {row.key}"
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
 
 
 @pytest.mark.parametrize("value", ["0.25", "1", "0"])

@@ -1,6 +1,7 @@
 """The chart's own suites pass, and what it renders is what the API server's strict validation takes."""
 
 import json
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 from hack.cache import REPOSITORY
 from hack.chart import SCHEMA_LOCATION, ChartTools, crd_schema
 from hack.cluster.settings import KUBERNETES_VERSION
+from printed_commands import documentation_pages
 
 CHART = REPOSITORY / "charts" / "kvoffload"
 EXAMPLES = REPOSITORY / "examples"
@@ -21,6 +23,7 @@ VALUES = {
     "several replicas": ["operator.replicas=3", "webhook.replicas=3"],
     "no replicas": ["operator.replicas=0", "webhook.replicas=0"],
     "switches off": ["networkPolicy.enabled=false", "node.priorityClass.create=false", "operator.applyCRDs=false"],
+    "metrics for some": ["networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus"],
     "monitoring": [f"monitoring.{one}.enabled=true" for one in ("podMonitor", "prometheusRule", "dashboard")],
     "digests and pull secrets": [
         f"image.operator.digest={DIGEST}",
@@ -52,8 +55,8 @@ VALUES = {
 }
 
 
-def render(helm: str, *values: str) -> str:
-    sets = [argument for value in values for argument in ("--set", value)]
+def render(helm: str, *values: str, file: Path = CHART / "values.yaml") -> str:
+    sets = [f"--values={file}", *(argument for value in values for argument in ("--set", value))]
     command = [helm, "template", "kvoffload", str(CHART), "--namespace", "kv", "--include-crds", *sets]
     command += ["--kube-version", KUBERNETES_VERSION]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -94,6 +97,22 @@ def test_what_it_renders_is_valid(tools: ChartTools, our_schemas: Path, values: 
     refused, num_valid = check(tools, our_schemas, stdin=text)
     assert refused == []
     assert num_valid == sum(one is not None for one in yaml.safe_load_all(text))
+
+
+def test_values_that_a_page_shows_are_taken(tools: ChartTools, our_schemas: Path, tmp_path: Path) -> None:
+    """Blocks of YAML whose keys are values of the chart."""
+    known = yaml.safe_load((CHART / "values.yaml").read_text())
+    blocks = [
+        block
+        for page in documentation_pages()
+        for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        if all(isinstance(one, dict) and set(one) <= set(known) for one in yaml.safe_load_all(block))
+    ]
+    assert blocks
+    for block in blocks:
+        (tmp_path / "values.yaml").write_text(block)
+        refused, _ = check(tools, our_schemas, stdin=render(str(tools.helm), file=tmp_path / "values.yaml"))
+        assert refused == [], block
 
 
 def test_the_examples_are_valid(tools: ChartTools, our_schemas: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from byte_engine import key_of
 from daemon_process import TestEngine, wait_until
+from hack.docs.metrics_page import write_host
 from kvoffload.errors import RefusalReason, SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.messages import Drain, Generation, Lookup, Reserve, Reserved
@@ -76,12 +77,16 @@ def test_a_pool_that_observes_touches_nothing(mount: Path, folder: Path) -> None
 
 
 def test_metrics_are_those_of_the_golden_file_and_promtool_finds_no_fault(folder: Path) -> None:
+    """The region is on /dev/shm, and the host has huge pages of that size, as far as the daemon can see."""
     golden = Path(__file__).parents[1] / "golden/node-metrics.txt"
-    with start(folder, None) as daemon:
+    host = write_host(folder / "host", os.statvfs("/dev/shm").f_bsize)
+    with start(folder, None, {"KVOFFLOAD_HOST_ROOT": str(host)}) as daemon:
         path = daemon.attach("pod")
         engine = TestEngine(path)
         engine.scheduler.send(Lookup(1, bytes(32)))
         text = daemon.scrape()
+        counted = dict(re.findall(r'^kvoffload_hugepages{state="(\w+)"} ([\d.]+)$', text, flags=re.MULTILINE))
+        assert counted == {"total": "40.0", "free": "20.0", "reserved": "10.0"}
         described = [line for line in text.splitlines() if line.startswith(("# HELP", "# TYPE"))]
         samples = (line for line in text.splitlines() if not line.startswith("#"))
         names = sorted({re.sub(r'="[^"]*"', "", line.rpartition(" ")[0]) for line in samples})

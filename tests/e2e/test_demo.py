@@ -1,11 +1,14 @@
 """The demo's steps on the real cluster: what one vLLM server stored, another finds, and everything is given back."""
 
 import json
+import re
 from dataclasses import asdict
 
 import pytest
 
+from hack.cache import REPOSITORY
 from hack.demo.run import OUTPUT
+from hack.demo.servers import demo_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -72,6 +75,19 @@ def test_workers_map_the_region_in_huge_pages(demo_result):
 
 def test_every_page_is_free_again_after_the_pool_is_deleted(demo_result):
     assert demo_result.summary.hugepages_free_after == demo_result.summary.hugepages_free_before
+
+
+def test_the_figures_of_the_pages_are_those_of_this_run(demo_result):
+    summary = demo_result.summary
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    ((cached, asked),) = re.findall(r"(\d+) of (\d+) prompt tokens come from the cache on server B's", readme)
+    assert int(cached) == summary.cached_tokens_first_request_b
+    assert {int(asked)} == {len(prompt) for prompt in demo_prompts()}
+    ((chunks, plain),) = re.findall(r"([\d,]+) chunks fit where the plain layout holds ([\d,]+),", readme)
+    assert int(chunks.replace(",", "")) == summary.capacity_chunks
+    assert int(plain.replace(",", "")) == summary.plain_layout_capacity_chunks
+    examples = (REPOSITORY / "examples/README.md").read_text()
+    assert f"0, then {summary.cached_tokens_first_request_b} from B, which had never seen it" in examples
 
 
 def test_the_summary_file_holds_exactly_the_promised_figures(demo_result):

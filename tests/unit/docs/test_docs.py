@@ -3,24 +3,33 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from hack.docs import dashboard, reference
+from hack.docs import dashboard, reference, values_schema
+from hack.docs.metrics_page import NOT_FROM_THE_START, values_of
 from hack.docs.panels import PANELS, dashboard_queries
+from kvoffload.api import keys
 from kvoffload.api.conditions import PoolReason, RegionReason
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.api.pool import NodeCounts
 from kvoffload.api.region import LEFT_ALONE
 from kvoffload.errors import RefusalReason
-from kvoffload_engine.preflight import PreflightReason
+from kvoffload_engine import environment
 from kvoffload_node.index.table import Eviction
 from kvoffload_node.metrics import HELP, LABELS
+from kvoffload_node.settings import NodeSettings
 from kvoffload_operator import metrics as operator_metrics
+from kvoffload_operator.kube import KubeClient
 from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS
+from kvoffload_operator.settings import Settings
+from kvoffload_operator.webhook.server import AdmissionServer
+from printed_commands import documentation_pages
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "charts" / "kvoffload" / "rules" / "kvoffload.yaml"
@@ -50,15 +59,26 @@ def test_every_example_is_in_the_docs() -> None:
     assert shown == {path.name for path in (ROOT / "examples").glob("*.yaml")}
 
 
-def test_the_tests_that_the_readme_names_are_there() -> None:
-    named = re.findall(r"`(\w+\.py)::(\w+)`", (ROOT / "README.md").read_text())
-    assert named
-    texts = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
-    assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in texts.get(file, "")] == []
-
-
 def test_dashboard_is_current() -> None:
     assert dashboard.PATH.read_text() == dashboard.render(), "run python -m hack.docs.dashboard"
+
+
+def test_the_schema_of_the_chart_s_values_is_current_and_describes_each() -> None:
+    assert values_schema.PATH.read_text() == values_schema.render(), "run make generate"
+    undescribed = [
+        name for name, schema in properties_of(values_schema.build_schema()) if not schema.get("description")
+    ]
+    assert undescribed == []
+
+
+def properties_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every property at any depth, also of objects and lists whose names are the user's."""
+    for name, child in schema.get("properties", {}).items():
+        yield name, child
+        yield from properties_of(child)
+    for inner in (schema.get("additionalProperties"), schema.get("items")):
+        if isinstance(inner, dict):
+            yield from properties_of(inner)
 
 
 def known_metrics() -> set[str]:
@@ -71,6 +91,18 @@ def known_metrics() -> set[str]:
     return set(HELP) | of_operator
 
 
+def test_the_page_of_metrics_has_every_one_that_the_code_has_a_text_for() -> None:
+    rows = re.findall(r"^\| `(kvoffload_\w+)` \|", (DOCS / "reference" / "metrics.md").read_text(), flags=re.MULTILINE)
+    assert {name.removesuffix("_total") for name in rows} == known_metrics()
+
+
+def test_the_webhook_times_what_the_page_of_metrics_says() -> None:
+    """Its series are there as soon as the routes are, before anybody asks."""
+    AdmissionServer(cast("KubeClient", None), operator_namespace="ns").build_app()
+    (family,) = operator_metrics.admission_duration_seconds.collect()
+    assert set(values_of(family, "webhook")) == set(NOT_FROM_THE_START[family.name, "webhook"])
+
+
 def metrics_in(expression: str) -> set[str]:
     names = set(re.findall(r"\bkvoffload_[a-z_]+", expression))
     return {next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name) for name in names}
@@ -81,6 +113,38 @@ def test_every_metric_in_rules_and_dashboard_is_one_that_we_export(rules: list[d
     used = set().union(*(metrics_in(expression) for expression in expressions))
     assert used
     assert used <= known_metrics() | {name.removesuffix("_total") for name in known_metrics()}
+
+
+def names_on_pages(pattern: str) -> dict[str, Path]:
+    """What a pattern finds, with a page that has it."""
+    return {name: page for page in documentation_pages() for name in re.findall(pattern, page.read_text())}
+
+
+def test_every_metric_that_a_page_names_is_ours() -> None:
+    packages = {path.name for folder in ("agent", "operator") for path in (ROOT / folder).glob("kvoffload_*")}
+    of_tests = {path.name for path in (ROOT / "tests" / "unit").glob("kvoffload_*")}
+    known = known_metrics() | {f"{name}_total" for name in known_metrics()} | packages | of_tests
+    named = names_on_pages(r"\bkvoffload_[a-z_]+")
+    assert {name: page for name, page in named.items() if name not in known} == {}
+
+
+def test_every_variable_that_a_page_names_is_ours() -> None:
+    known = {f"KVOFFLOAD_{name}".upper() for model in (Settings, NodeSettings) for name in model.model_fields}
+    for module in (keys, environment):
+        known |= {value for name, value in vars(module).items() if name.startswith("ENV_") or "VARIABLE" in name}
+    for path in (ROOT / "Makefile", *(ROOT / "hack").rglob("*.py")):
+        known |= set(re.findall(r"\bKVOFFLOAD_C[A-Z_]+", path.read_text()))
+    named = names_on_pages(r"\bKVOFFLOAD_[A-Z_]+[A-Z]\b")
+    assert {name: page for name, page in named.items() if name not in known} == {}
+
+
+def test_every_label_and_annotation_that_a_page_names_is_ours() -> None:
+    known = {value for value in vars(keys).values() if isinstance(value, str) and "kvoffload.io/" in value}
+    named = names_on_pages(r"(?<![\w.])((?:[a-z]+\.)?kvoffload\.io/[a-z][a-z-]+)(?![\w-])")
+    of_pools = {
+        name for name in named if name.startswith((keys.READY_NODE_LABEL_PREFIX, keys.DAEMON_NODE_LABEL_PREFIX))
+    }
+    assert {name: page for name, page in named.items() if name not in known | of_pools} == {}
 
 
 def test_every_query_of_the_dashboard_is_listed_without_variables() -> None:
@@ -158,26 +222,10 @@ def test_series_of_the_rules_tests_are_such_as_the_code_emits() -> None:
             assert all(value in values[name] for name, value in labels if name in values), series
 
 
-def test_every_degradation_of_the_runbook_is_ours() -> None:
-    section = (DOCS / "runbook.md").read_text().partition("## KVOffloadPoolDegraded")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`([A-Z][A-Za-z]+)`:", section)) <= {*PoolReason, *RegionReason}
-
-
 @pytest.mark.parametrize("page", ["upgrade.md", "reference/conditions.md"])
 def test_crds_are_upgraded_by_the_command_that_operator_and_doctor_print(page: str) -> None:
     """`tests/e2e/test_crd_versions.py` runs it."""
     assert APPLY_CRDS_COMMAND in (DOCS / page).read_text()
-
-
-def test_refusal_reasons_of_the_runbook_are_ours() -> None:
-    section = (DOCS / "runbook.md").read_text().partition("## KVOffloadRefusals")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`([A-Z][A-Za-z]+)`", section)) <= {reason.value for reason in RefusalReason}
-
-
-def test_every_reason_of_an_engine_that_declines_is_explained() -> None:
-    section = (DOCS / "troubleshooting.md").read_text().partition("## The engine serves without offload")[2]
-    table = section.partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == {reason.value for reason in PreflightReason}
 
 
 @pytest.mark.parametrize("arguments", [["check", "rules", str(RULES)], ["test", "rules", RULE_TESTS.name]])
