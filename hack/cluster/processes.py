@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hack.cluster.settings import ClusterSettings
@@ -44,10 +45,21 @@ def start(name: str, command: Sequence[str | Path], settings: ClusterSettings) -
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _inheritable_descriptors()),
         ],
         setsid=True,
     )
     (settings.run / f"{name}.pid").write_text(f"{pid} {read_start_time(pid)}")
+
+
+def _inheritable_descriptors() -> list[int]:
+    """What whoever started us left open: a program that outlives us must not hold a lock or a pipe of theirs."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            if int(path.name) > 2 and os.get_inheritable(int(path.name)):
+                found.append(int(path.name))
+    return found
 
 
 def stop(name: str, settings: ClusterSettings, *, patience_seconds: float = 8) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from hack.cluster import processes
 from hack.cluster.record import MachineRecord
@@ -26,6 +28,26 @@ def test_a_record_is_read_back_and_one_of_another_boot_is_forgotten(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({**stored, "boot_id": "another"}))
     other = MachineRecord.read(tmp_path)
     assert (other.hugepages_added, other.is_new) == (0, True)
+
+
+def test_a_program_that_outlives_its_starter_holds_none_of_its_descriptors(tmp_path, monkeypatch):
+    """`flock LOCK make demo` would otherwise hold the lock until the cluster is stopped."""
+    monkeypatch.setattr(ClusterSettings, "namespace_path", property(lambda _: Path("/proc/self/ns/net")))
+    settings = settings_in(tmp_path)
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    processes.start("held", [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], settings)
+    os.close(writing)
+    try:
+        log, deadline = settings.logs / "held.log", time.monotonic() + 20
+        while log.read_text() != "up\n":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.set_blocking(reading, False)
+        assert os.read(reading, 1) == b"", "nobody else holds the pipe's other end"
+    finally:
+        processes.stop("held", settings)
+        os.close(reading)
 
 
 def test_a_process_id_that_was_given_to_another_program_is_not_ours(tmp_path):
