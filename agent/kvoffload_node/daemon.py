@@ -13,29 +13,30 @@ import gc
 import json
 import logging
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kvoffload.api.conditions import Condition, RegionReason
+from kvoffload.api.conditions import Condition, RegionCondition, RegionReason
 from kvoffload.api.pool import Mode, ReclaimPolicy
-from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec
+from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec, KVOffloadRegionStatus
 from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
 from kvoffload.units import format_bytes
+from kvoffload_node.failures import Failures, Part
 from kvoffload_node.findings import Finding, Problem, Situation, build_findings
-from kvoffload_node.health import TEXT, Answer, in_loop, start_endpoints
+from kvoffload_node.health import TEXT, Answer, Endpoints, InLoop
 from kvoffload_node.host.hugepages import explain_shortage, read_hugepage_limit
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import NoHugetlbfs, read_mount
 from kvoffload_node.region.leftovers import region_folder, release_region, remove_region
 from kvoffload_node.region.region import Region
+from kvoffload_node.session.engines import Engine
 from kvoffload_node.session.holders import describe_holders
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
@@ -54,6 +55,7 @@ FIGURES_SECONDS = 30.0
 """How often figures alone are worth a write to the API server; conditions and engines are written when they change."""
 LOOK_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.02
+_NOT_CLEARED = "what ended engines leave cannot be cleared away"
 FILE_SECONDS = 0.1
 """How often a spec that comes from a file is read again."""
 
@@ -74,6 +76,8 @@ class Daemon:
         self.settings = settings
         self.paths = HostPaths.below(settings.host_root)
         self.running: Running | None = None
+        self.endpoints: Endpoints | None = None
+        self.failures = Failures()
         self.stopping = asyncio.Event()
         self._client: RegionClient | None = None
         self._spec: KVOffloadRegionSpec | None = None
@@ -87,7 +91,7 @@ class Daemon:
         """Whether the API server has answered since the start."""
         self._region_problem: Problem | None = None
         self._pages_problem: Problem | None = None
-        self._state = StateFolder(settings.state)
+        self._state = StateFolder(settings.state, self.failures)
         self._keep_again: asyncio.TimerHandle | None = None
         """Until the state folder has taken the spec."""
 
@@ -98,7 +102,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
         self._state.lock()
-        endpoints = self._start_endpoints()
+        endpoints = self.endpoints = self._start_endpoints()
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks.append(loop.create_task(self._follow_spec()))
@@ -113,11 +117,10 @@ class Daemon:
             await asyncio.wait([report], timeout=self.settings.drain_seconds)
         finally:
             await self._end(tasks)
-            endpoints.shutdown()
-            endpoints.server_close()
+            endpoints.stop()
             self._state.unlock()
 
-    def _start_endpoints(self) -> ThreadingHTTPServer:
+    def _start_endpoints(self) -> Endpoints:
         registry = CollectorRegistry()
         registry.register(NodeCollector(self))
         ProcessCollector(registry=registry)  # the start time counts restarts, the rest is the daemon's own use
@@ -126,13 +129,18 @@ class Daemon:
             why = self.problem()
             return 503 if why else 200, TEXT, f"{why or 'ok'}\n".encode()
 
+        def healthz() -> Answer:
+            if self._client and not self._client.watching.is_alive and not self.stopping.is_set():
+                return 503, TEXT, b"the daemon hears of its region no more\n"
+            return 200, TEXT, b"ok\n"
+
         answers: dict[str, Callable[[], Answer]] = {
             "/metrics": lambda: (200, CONTENT_TYPE_LATEST, generate_latest(registry)),
-            "/healthz": lambda: (200, TEXT, b"ok\n"),
+            "/healthz": healthz,
             "/readyz": readyz,
         }
         loop = asyncio.get_running_loop()
-        server = start_endpoints(self.settings.metrics_port, {p: in_loop(loop, make) for p, make in answers.items()})
+        server = Endpoints(self.settings.metrics_port, {path: InLoop(loop, make) for path, make in answers.items()})
         log.info("endpoints on port %d", server.server_address[1])
         return server
 
@@ -145,17 +153,26 @@ class Daemon:
         if (last := self._state.read_last()) is not None:  # serve that before the API server is asked
             self._uid, spec = last
             self._take_spec(spec)
-        self._client = await asyncio.to_thread(self._connect)
         loop = asyncio.get_running_loop()
+
+        def on_unreadable(why: str) -> None:
+            loop.call_soon_threadsafe(self._note_region, why)
 
         def on_region(region: KVOffloadRegion | None) -> None:
             loop.call_soon_threadsafe(self._take_region, region)
 
-        # A watch cannot be interrupted: its thread must not hold up the end of the process.
-        threading.Thread(target=self._client.follow, args=(on_region,), name="region", daemon=True).start()
+        while True:
+            try:
+                client = await asyncio.to_thread(self._connect, on_unreadable)
+                break
+            except KVOffloadError as error:
+                self._note_region(str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+        client.follow(on_region)
+        self._client = client
         await asyncio.Event().wait()
 
-    def _connect(self) -> "RegionClient":
+    def _connect(self, on_unreadable: Callable[[str], None]) -> "RegionClient":
         from kvoffload_node.report import RegionClient  # the client library takes a second to load: serve meanwhile
 
         return RegionClient(
@@ -163,7 +180,14 @@ class Daemon:
             node_name=self.settings.node_name,
             daemonset=self.settings.daemonset,
             namespace=self.settings.namespace,
+            on_unreadable=on_unreadable,
         )
+
+    def _note_region(self, why: str) -> None:
+        if why:
+            self.failures.note(Part.REGION_OBJECT, why)
+        else:
+            self.failures.clear(Part.REGION_OBJECT)
 
     async def _follow_file(self, path: Path) -> None:
         seen = ""
@@ -184,6 +208,7 @@ class Daemon:
         A region of another uid is a later one of the same name: the one that is served was deleted while nobody
         looked. It ends as any deleted region does, and the daemon's next start takes up the new one.
         """
+        self._note_region("")
         is_another = region is not None and self._uid not in ("", region.uid)
         if region is None or region.deleting or is_another:
             if self._spec is not None and not self._deleted:
@@ -270,6 +295,7 @@ class Daemon:
             paths=self.paths,
             revoke=lambda tenant, positions: holder[0].revoke(tenant, positions),
             uid=self._uid,
+            failures=self.failures,
         )
         try:
             registry = Registry(
@@ -300,7 +326,11 @@ class Daemon:
                     )
                 )
                 log.warning("%s (%s)", self._pages_problem.message, error)
-                await asyncio.sleep(RETRY_SECONDS)
+            except (RegionUnusable, OSError) as error:
+                words = self._state.explain(error) if isinstance(error, OSError) else str(error)
+                self._pages_problem = Problem(RegionReason.REGION_UNUSABLE, f"pages cannot be reserved: {words}")
+                log.error("%s", self._pages_problem.message)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _check_limit(self, region: Region) -> None:
         """A reservation is not charged to the cgroup, extents are: better to know now. Raises PagesUnavailable."""
@@ -314,16 +344,20 @@ class Daemon:
             try:
                 registry.sweep()
             except OSError as error:  # what it did not get to is for the next one
-                self._state.note("what ended engines leave", error)
+                self.failures.note(Part.SWEEP, f"{_NOT_CLEARED}: {self._state.explain(error)}")
+            except Exception as error:  # noqa: BLE001 - one engine's odd end must not be everybody's, again at each start
+                self.failures.note(Part.SWEEP, f"{_NOT_CLEARED}, a bug of this daemon: {error!r}"[:1000], bug=error)
             else:
-                self._state.note("what ended engines leave", None)
+                self.failures.clear(Part.SWEEP)
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
     def problem(self) -> str:
         """Why engines cannot attach now, empty if they can."""
         return "; ".join(
-            finding.message for finding in self.findings() if finding.type == "Ready" and not finding.holds
+            finding.message
+            for finding in self.findings()
+            if finding.type == RegionCondition.READY and not finding.holds
         )
 
     def findings(self) -> list[Finding]:
@@ -341,7 +375,7 @@ class Daemon:
                 is_stopping=self.stopping.is_set(),
                 has_attacher=bool(self.running and self.running.server.attachers),
                 needs_attacher=self.settings.region_file is None,
-                state_problem=self._state.problem,
+                failures=self.failures.lasting(),
             ),
             self.paths,
         )
@@ -356,28 +390,47 @@ class Daemon:
             is_last = self.stopping.is_set()  # the last status says that the daemon stops: nobody sees a stale Ready
             if self._client is None or self._spec is None or self._deleted:
                 continue
-            running = self.running
-            status = build_status(
-                previous=self._conditions,
-                generation=self._generation,
-                figures=running.region.figures() if running else None,
-                findings=self.findings(),
-                engines=list(running.registry.engines.values()) if running else [],
-                epoch=running.region.epoch if running else 0,
-            )
-            urgent = (
-                [(c.type, c.status, c.reason, c.message) for c in status.conditions],
-                [(e.pod_uid, e.engine_id, e.confirmed_layout, e.message) for e in status.engines],
-                status.observed_generation,
-            )
-            if urgent == last and loop.time() - last_at < FIGURES_SECONDS:
-                continue
             try:
+                status = self._build_status()
+                urgent = (
+                    [(c.type, c.status, c.reason, c.message) for c in status.conditions],
+                    [(e.pod_uid, e.engine_id, e.confirmed_layout, e.message) for e in status.engines],
+                    status.observed_generation,
+                )
+                if urgent == last and loop.time() - last_at < FIGURES_SECONDS:
+                    continue
                 await asyncio.to_thread(self._client.apply_status, status)
                 last, last_at = urgent, loop.time()
             except KVOffloadError as error:
                 log.warning("the status could not be written: %s", error)
                 await self._wait_for_stop(RETRY_SECONDS)
+            except Exception as error:  # noqa: BLE001 - the daemon serves, whatever it cannot tell
+                self.failures.note(Part.STATUS, f"the status cannot be told: {error!r}"[:1000], bug=error)
+                await self._wait_for_stop(RETRY_SECONDS)
+
+    def _build_status(self) -> KVOffloadRegionStatus:
+        """With every engine, or where that fails without any: no engine keeps the conditions from being told."""
+        engines = list(self.running.registry.engines.values()) if self.running else []
+        try:
+            status = self._build_status_of(engines)
+        except Exception as error:  # noqa: BLE001 - as above
+            words = f"the status is told without its {len(engines)} engines, a bug of this daemon: {error!r}"
+            self.failures.note(Part.STATUS, words[:1000], bug=error)
+            return self._build_status_of([])
+        self.failures.clear(Part.STATUS)
+        return status
+
+    def _build_status_of(self, engines: list[Engine]) -> KVOffloadRegionStatus:
+        running = self.running
+        return build_status(
+            previous=self._conditions,
+            generation=self._generation,
+            figures=running.region.figures() if running else None,
+            findings=self.findings(),
+            engines=engines,
+            epoch=running.region.epoch if running else 0,
+            now=datetime.now(UTC),
+        )
 
     async def _wait_for_stop(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -401,7 +454,7 @@ class Daemon:
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
         if self._client is not None:
-            self._client.stop()
+            self._client.watching.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,6 +18,7 @@ from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import ProtocolError, RefusalReason, SessionRefused
 from kvoffload.layout.rows import RankPart
 from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Drain, FromEngine, Hello
+from kvoffload_node.failures import Part, explain
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import SCHEDULER, EndReason, Engine, Pod, Session
@@ -164,7 +165,7 @@ class Registry:
             session.part = RankPart(hello.part, hello.part_bytes)
         if hello.rank != SCHEDULER or engine.is_left_alone:
             session.reason, session.message = hello.reason, hello.message
-        lock = self._attachments.create(
+        lock = self._create_attachment(
             AttachmentEntry(
                 number=session.number,
                 engine=engine.number,
@@ -180,6 +181,8 @@ class Registry:
                 process=hello.process,
             )
         )
+        # Only now: an engine without a session would be forgotten by the sweep, and be found by its id all the same.
+        pod.engines[hello.engine_id] = self.engines[engine.number] = engine
         if before is not None:
             self._succeed(before, session)
         engine.sessions[hello.rank] = session
@@ -190,6 +193,16 @@ class Registry:
             pod.tenant.num_workers += 1
             self.region.extents.wake()
         return session, lock
+
+    def _create_attachment(self, entry: AttachmentEntry) -> int:
+        try:
+            lock = self._attachments.create(entry)
+        except OSError as error:
+            why = explain(error, self._attachments.folder)
+            self.region.failures.note(Part.ATTACHMENT, f"engines cannot attach, what they hold cannot be kept: {why}")
+            raise
+        self.region.failures.clear(Part.ATTACHMENT)
+        return lock
 
     def _check_room(self, pod: Pod, *, is_left_alone: bool) -> None:
         """Raise SessionRefused where the node, or the pod, has as many engines as it may have."""
@@ -247,7 +260,7 @@ class Registry:
             raise ProtocolError("a worker's part has no bytes")
 
     def _engine_for(self, pod: Pod, hello: Hello) -> Engine:
-        """The engine that the process belongs to, made if none fits. Raises SessionRefused."""
+        """The engine that the process belongs to, or a new one that nobody knows yet. Raises SessionRefused."""
         engine = pod.engines.get(hello.engine_id)
         if engine is not None:
             self._end_dead_sessions(engine)
@@ -264,7 +277,7 @@ class Registry:
                 )
         self._check_room(pod, is_left_alone=hello.engine_id.startswith(LEFT_ALONE_PREFIX))
         number = self.region.next_number()
-        engine = Engine(
+        return Engine(
             number=number,
             storer=number,
             world_size=hello.world_size,
@@ -272,8 +285,6 @@ class Registry:
             engine_id=hello.engine_id,
             identity=hello.identity,
         )
-        pod.engines[hello.engine_id] = self.engines[number] = engine
-        return engine
 
     def _succeed(self, before: Session, session: Session) -> None:
         """The same process has connected again: what it held stays held, until it says what it still needs."""

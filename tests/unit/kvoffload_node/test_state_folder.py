@@ -15,6 +15,7 @@ from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import RegionUnusable
 from kvoffload_node import daemon as daemon_module
 from kvoffload_node.daemon import Daemon
+from kvoffload_node.failures import Failures
 from kvoffload_node.settings import NodeSettings
 from kvoffload_node.state_folder import StateFolder
 
@@ -86,7 +87,7 @@ def test_what_is_in_the_way_is_named_and_once_it_is_gone_the_region_opens(
     running.region.close()
 
 
-@pytest.mark.parametrize("name", ["region.json", "region.new"])
+@pytest.mark.parametrize("name", ["region.json", "region.json.new"])
 async def test_a_spec_that_cannot_be_kept_is_taken_said_and_kept_later(
     daemon: Daemon, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,4 +163,5 @@ async def test_a_state_folder_that_cannot_be_locked_is_one_message(
     ],
 )
 def test_every_cause_has_its_remedy(number: int, remedy: str, tmp_path: Path) -> None:
-    assert StateFolder(tmp_path).explain(OSError(number, "x")) == f"{tmp_path}: {os.strerror(number)}; {remedy}"
+    explained = StateFolder(tmp_path, Failures()).explain(OSError(number, "x"))
+    assert explained == f"{tmp_path}: {os.strerror(number)}; {remedy}"
