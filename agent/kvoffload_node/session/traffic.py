@@ -1,6 +1,6 @@
 """What engines do all day: look up, reserve, seal; and the counters of it.
 
-Runs in the node daemon, called by `connection.py` for each message.
+Runs in the node daemon, called by `requests.py` for each message.
 """
 
 from collections import Counter

@@ -37,7 +37,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     daemon = Daemon(
         NodeSettings(pool=pool, node_name="n", state=tmp_path, hugepages=MOUNT, handoff=tmp_path, metrics_port=0)
     )
-    daemon._spec = KVOffloadRegionSpec(
+    daemon.source.spec = KVOffloadRegionSpec(
         pool_name=pool,
         node_name="n",
         capacity_bytes=16 << 20,
@@ -67,7 +67,7 @@ async def test_a_status_that_cannot_be_built_is_told_without_engines_and_whole_a
 ) -> None:
     monkeypatch.setattr(daemon_module, "LOOK_SECONDS", 0.01)
     told = Told()
-    daemon._client = told  # type: ignore[assignment]
+    daemon.source.client = told  # type: ignore[assignment]
     engine = add_engine(daemon, "x" * 129)
     reporting = asyncio.create_task(daemon._report())
     async with asyncio.timeout(20):
