@@ -58,6 +58,8 @@ class Watching:
                 except (ApiServerError, ApiException, HTTPError, OSError) as error:
                     log.warning("%s cannot be asked for now: %s", self._what, describe(error))
                 except Exception as error:
+                    if self._stopped.is_set():
+                        return  # whoever was told has ended
                     self._on_unreadable(
                         f"{self._what} cannot be read by this version, what was known last stays in force: "
                         f"{describe(error)}; update the node's image to the operator's version"

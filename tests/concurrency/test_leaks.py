@@ -1,6 +1,7 @@
 """What fails half way, or ends while nobody looks, leaves nothing behind: no engine, pod, tenant or descriptor."""
 
 import resource
+import shutil
 import socket
 from pathlib import Path
 
@@ -47,6 +48,24 @@ def test_an_engine_whose_first_attachment_could_not_be_written_is_known_when_it_
         fill(late, 8, salt=1)
         late.close()
         wait_until(lambda: daemon.metrics()[ENGINES] == 0)
+
+
+def test_an_attachment_that_cannot_be_removed_holds_up_nobody_elses_end(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        stuck = attach(path, "stuck")
+        entries = list((daemon.state / "attachments").glob("*.json"))
+        for entry in entries:
+            entry.unlink()
+            (entry / "somebody's").mkdir(parents=True)
+        stuck.close()
+        wait_until(lambda: "what ended engines leave cannot be cleared away" in daemon.log)
+        assert "remove it on the node" in daemon.log
+        wait_for_sweep(daemon, path)
+        for entry in entries:
+            shutil.rmtree(entry)
+        wait_until(lambda: "Sweep: it works again" in daemon.log)
+        assert list((daemon.state / "attachments").iterdir()) == []
 
 
 def test_a_pod_that_went_while_no_daemon_ran_goes_with_its_last_engine(folder: Path) -> None:

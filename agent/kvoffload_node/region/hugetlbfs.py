@@ -125,7 +125,11 @@ class Reservation:
         for left in folder.glob(f"{RESERVATION}*"):  # of a daemon that was killed right here: only one runs in a folder
             left.unlink(missing_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            os.close(self._descriptor)
+            raise
 
     def resize(self, num_bytes: int) -> None:
         """Keep exactly `num_bytes`. Raises PagesUnavailable if there are not so many; then what was kept stays."""

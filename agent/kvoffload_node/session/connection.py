@@ -264,11 +264,7 @@ class Connection(asyncio.Protocol):
         return kind
 
     def _on_hello(self, hello: Hello) -> None:
-        session, lock = self.registry.greet(self._pod, hello, self)
         region = self.registry.region
-        self._session = session
-        self._reader.max_frame_bytes = MAX_FRAME_BYTES
-        descriptors = [lock] if session.rank == SCHEDULER else [self._pod.tenant.file.descriptor, lock]
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
             epoch=region.epoch,
@@ -278,7 +274,11 @@ class Connection(asyncio.Protocol):
             replication_allowed=region.sharing_allowed,
             daemon_version=__version__,
         )
-        try:
+        session, lock = self.registry.greet(self._pod, hello, self)
+        try:  # a lock that stayed open here would be held as long as the daemon lives
+            self._session = session
+            self._reader.max_frame_bytes = MAX_FRAME_BYTES
+            descriptors = [lock] if session.rank == SCHEDULER else [self._pod.tenant.file.descriptor, lock]
             self._send_with_descriptors(pack_frame(_encode(welcome)), descriptors)
         finally:
             os.close(lock)

@@ -46,6 +46,8 @@ class Attachments:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
+        self._left: set[int] = set()
+        """Numbers of attachments that are forgotten and have files."""
 
     def create(self, entry: AttachmentEntry) -> int:
         """Journal an attachment and return its locked descriptor, to be passed to the client and then closed.
@@ -79,9 +81,20 @@ class Attachments:
         return False
 
     def remove(self, number: int) -> None:
-        """Forget an attachment whose client is gone."""
+        """Forget an attachment whose client is gone; files that the disk keeps are for `remove_left`."""
+        self._left.add(number)
+        with contextlib.suppress(OSError):
+            self._remove_files(number)
+
+    def remove_left(self) -> None:
+        """Remove what could not be. Raises OSError at the first that still cannot."""
+        for number in list(self._left):
+            self._remove_files(number)
+
+    def _remove_files(self, number: int) -> None:
         (self.folder / f"{number}.json").unlink(missing_ok=True)
         self._lock_path(number).unlink(missing_ok=True)
+        self._left.discard(number)
 
     def read_all(self) -> Iterator[AttachmentEntry]:
         """Every journaled attachment, the oldest first; leftovers of a kill in the middle of `create` are removed.

@@ -292,7 +292,10 @@ class Registry:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Ask the kernel about sessions without a connection; end quarantines that are over; forget what is gone."""
+        """Ask the kernel about sessions without a connection; end quarantines that are over; forget what is gone.
+
+        Raises OSError where a file could not be removed, or a lock not be asked: the next sweep goes on.
+        """
         for engine in list(self.engines.values()):
             self._end_dead_sessions(engine)
         self._end_quarantines()
@@ -316,6 +319,7 @@ class Registry:
             self.region.extents.abandon(tenant)
             if not tenant.positions:
                 self.region.remove_tenant(tenant)
+        self._attachments.remove_left()
 
     def forget_namespaces(self) -> None:
         """Drop namespaces that nobody is bound to and that hold nothing: an engine's end or generation leaves some."""
