@@ -83,19 +83,23 @@ class Endpoints(ThreadingHTTPServer):
         self._open: dict[Any, _Open] = {}
         self._changing = threading.Condition()
         self._say_at = 0.0
+        self._is_stopping = False
         super().__init__(("", port), _Handler)
         self._thread = Thread(target=self.serve_forever, args=(LOOK_SECONDS,), name="endpoints", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Answer no more."""
+        with self._changing:
+            self._is_stopping = True
+            self._changing.notify_all()
         self.shutdown()
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """A connection was accepted: make room for it, or let it wait until an answer is made."""
         with self._changing:
-            while len(self._open) >= MAX_REQUESTS:
+            while len(self._open) >= MAX_REQUESTS and not self._is_stopping:
                 idle = [(found.since, sock) for sock, found in self._open.items() if not found.is_being_made]
                 since, oldest = idle[0] if idle else (math.inf, None)
                 if (wait_seconds := since + GRACE_SECONDS - time.monotonic()) <= 0:
