@@ -57,6 +57,18 @@ class Node:
         self.pods.tell_of(uid, hidden=hidden, name=name)
         return self.create_folder(uid)
 
+    @contextlib.contextmanager
+    def second_attacher(self) -> Iterator[Attacher]:
+        """One that looks only when it is told to, beside the one that runs."""
+        handoff = Handoff(self.daemon.handoff / "attach.sock")
+        attacher = Attacher(pods=self.pods, kubelet_pods=self.kubelet, library=self.library, handoff=handoff)
+        attacher.look()
+        try:
+            yield attacher
+        finally:
+            attacher.stopped.set()
+            attacher.run()
+
     def remove_folder(self, uid: str) -> None:
         """At once, as seen from the attacher."""
         self.kubelet.joinpath(uid).rename(self.kubelet.parent / f"removed-{uid}")

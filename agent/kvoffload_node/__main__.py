@@ -49,7 +49,7 @@ def _run_attacher(settings: NodeSettings) -> None:
     from kvoffload_node.attach.attacher import Attacher
     from kvoffload_node.attach.handoff import Handoff
     from kvoffload_node.attach.pods import NodePods
-    from kvoffload_node.health import TEXT, Answer, start_endpoints
+    from kvoffload_node.health import TEXT, Answer, Endpoints
 
     pods = NodePods(pool=settings.pool, node_name=settings.node_name, own_namespace=settings.namespace)
     attacher = Attacher(
@@ -62,14 +62,17 @@ def _run_attacher(settings: NodeSettings) -> None:
         signal.signal(number, lambda *_: attacher.stopped.set())
 
     def healthz() -> Answer:
-        alive = time.monotonic() - attacher.last_look < ALIVE_SECONDS
-        return (200, TEXT, b"ok\n") if alive else (503, TEXT, b"the attacher has stopped looking at pods\n")
+        if time.monotonic() - attacher.last_look >= ALIVE_SECONDS:
+            return 503, TEXT, b"the attacher has stopped looking at pods\n"
+        if not pods.watching.is_alive:
+            return 503, TEXT, b"the attacher hears of no pod any more\n"
+        return 200, TEXT, b"ok\n"
 
-    endpoints = start_endpoints(settings.attacher_port, {"/healthz": healthz})
     pods.start()
+    endpoints = Endpoints(settings.attacher_port, {"/healthz": healthz})
     attacher.run()
-    pods.stop()
-    endpoints.shutdown()
+    pods.watching.stop()
+    endpoints.stop()
 
 
 if __name__ == "__main__":

@@ -10,42 +10,38 @@ Runs as `python -m kvoffload_node daemon`, one for each pool and node.
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
-from pathlib import Path
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kvoffload.api.conditions import Condition, RegionReason
+from kvoffload.api.conditions import RegionCondition, RegionReason
 from kvoffload.api.pool import Mode, ReclaimPolicy
-from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionSpec
+from kvoffload.api.region import KVOffloadRegionSpec, KVOffloadRegionStatus
 from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
 from kvoffload.units import format_bytes
+from kvoffload_node.failures import Failures, Part
 from kvoffload_node.findings import Finding, Problem, Situation, build_findings
-from kvoffload_node.health import TEXT, Answer, in_loop, start_endpoints
+from kvoffload_node.health import TEXT, Answer, Endpoints, InLoop
 from kvoffload_node.host.hugepages import explain_shortage, read_hugepage_limit
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import NoHugetlbfs, read_mount
 from kvoffload_node.region.leftovers import region_folder, release_region, remove_region
 from kvoffload_node.region.region import Region
+from kvoffload_node.session.engines import Engine
 from kvoffload_node.session.holders import describe_holders
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
 from kvoffload_node.session.server import Server
 from kvoffload_node.settings import NodeSettings
+from kvoffload_node.spec_source import SpecSource
 from kvoffload_node.state_folder import StateFolder
 from kvoffload_node.status import build_status
-
-if TYPE_CHECKING:
-    from kvoffload_node.report import RegionClient
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +50,7 @@ FIGURES_SECONDS = 30.0
 """How often figures alone are worth a write to the API server; conditions and engines are written when they change."""
 LOOK_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.02
-FILE_SECONDS = 0.1
-"""How often a spec that comes from a file is read again."""
+_NOT_CLEARED = "what ended engines leave cannot be cleared away"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +69,20 @@ class Daemon:
         self.settings = settings
         self.paths = HostPaths.below(settings.host_root)
         self.running: Running | None = None
+        self.endpoints: Endpoints | None = None
+        self.failures = Failures()
         self.stopping = asyncio.Event()
-        self._client: RegionClient | None = None
-        self._spec: KVOffloadRegionSpec | None = None
-        self._spec_changed = asyncio.Event()
-        self._uid = ""
-        """Of the KVOffloadRegion that the spec is of; empty where there is no API server."""
-        self._generation = 0
-        self._conditions: list[Condition] = []
-        self._deleted = False
-        self._is_told = False
-        """Whether the API server has answered since the start."""
         self._region_problem: Problem | None = None
         self._pages_problem: Problem | None = None
-        self._state = StateFolder(settings.state)
-        self._keep_again: asyncio.TimerHandle | None = None
-        """Until the state folder has taken the spec."""
+        self._state = StateFolder(settings.state, self.failures)
+        self.source = SpecSource(
+            settings,
+            state=self._state,
+            failures=self.failures,
+            on_spec=self._on_spec,
+            on_first_word=self._check_opened,
+            on_end=self.stopping.set,
+        )
 
     async def run(self) -> None:
         """Serve until told to stop or the region is deleted. Raises RegionUnusable if another daemon runs here,
@@ -98,10 +91,10 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
         self._state.lock()
-        endpoints = self._start_endpoints()
+        endpoints = self.endpoints = self._start_endpoints()
         tasks: list[asyncio.Task[None]] = []
         try:
-            tasks.append(loop.create_task(self._follow_spec()))
+            tasks.append(loop.create_task(self.source.follow()))
             tasks.append(report := loop.create_task(self._report()))
             tasks.append(loop.create_task(self._serve()))
             stopped = loop.create_task(self.stopping.wait())
@@ -113,11 +106,10 @@ class Daemon:
             await asyncio.wait([report], timeout=self.settings.drain_seconds)
         finally:
             await self._end(tasks)
-            endpoints.shutdown()
-            endpoints.server_close()
+            endpoints.stop()
             self._state.unlock()
 
-    def _start_endpoints(self) -> ThreadingHTTPServer:
+    def _start_endpoints(self) -> Endpoints:
         registry = CollectorRegistry()
         registry.register(NodeCollector(self))
         ProcessCollector(registry=registry)  # the start time counts restarts, the rest is the daemon's own use
@@ -126,79 +118,26 @@ class Daemon:
             why = self.problem()
             return 503 if why else 200, TEXT, f"{why or 'ok'}\n".encode()
 
+        def healthz() -> Answer:
+            if self.source.client and not self.source.client.watching.is_alive and not self.stopping.is_set():
+                return 503, TEXT, b"the daemon hears of its region no more\n"
+            return 200, TEXT, b"ok\n"
+
         answers: dict[str, Callable[[], Answer]] = {
             "/metrics": lambda: (200, CONTENT_TYPE_LATEST, generate_latest(registry)),
-            "/healthz": lambda: (200, TEXT, b"ok\n"),
+            "/healthz": healthz,
             "/readyz": readyz,
         }
         loop = asyncio.get_running_loop()
-        server = start_endpoints(self.settings.metrics_port, {p: in_loop(loop, make) for p, make in answers.items()})
+        server = Endpoints(self.settings.metrics_port, {path: InLoop(loop, make) for path, make in answers.items()})
         log.info("endpoints on port %d", server.server_address[1])
         return server
 
-    # --- the spec ---------------------------------------------------------------------------------------------------
+    # --- what is asked ----------------------------------------------------------------------------------------------
 
-    async def _follow_spec(self) -> None:
-        if self.settings.region_file is not None:
-            await self._follow_file(self.settings.region_file)
-            return
-        if (last := self._state.read_last()) is not None:  # serve that before the API server is asked
-            self._uid, spec = last
-            self._take_spec(spec)
-        self._client = await asyncio.to_thread(self._connect)
-        loop = asyncio.get_running_loop()
-
-        def on_region(region: KVOffloadRegion | None) -> None:
-            loop.call_soon_threadsafe(self._take_region, region)
-
-        # A watch cannot be interrupted: its thread must not hold up the end of the process.
-        threading.Thread(target=self._client.follow, args=(on_region,), name="region", daemon=True).start()
-        await asyncio.Event().wait()
-
-    def _connect(self) -> "RegionClient":
-        from kvoffload_node.report import RegionClient  # the client library takes a second to load: serve meanwhile
-
-        return RegionClient(
-            pool=self.settings.pool,
-            node_name=self.settings.node_name,
-            daemonset=self.settings.daemonset,
-            namespace=self.settings.namespace,
-        )
-
-    async def _follow_file(self, path: Path) -> None:
-        seen = ""
-        while True:
-            try:
-                text = await asyncio.to_thread(path.read_text)
-            except FileNotFoundError:
-                self._take_region(None)
-                return
-            if text != seen:
-                seen = text
-                self._take_spec(KVOffloadRegionSpec.model_validate(json.loads(text)))
-            await asyncio.sleep(FILE_SECONDS)
-
-    def _take_region(self, region: KVOffloadRegion | None) -> None:
-        """What the API server (or the file) says now; None: there is none.
-
-        A region of another uid is a later one of the same name: the one that is served was deleted while nobody
-        looked. It ends as any deleted region does, and the daemon's next start takes up the new one.
-        """
-        is_another = region is not None and self._uid not in ("", region.uid)
-        if region is None or region.deleting or is_another:
-            if self._spec is not None and not self._deleted:
-                why = f"another one has its name (uid {region.uid})" if region and is_another else "it is deleted"
-                log.info("the region (uid %s) is no more, %s: draining, then giving the pages back", self._uid, why)
-                self._deleted = True
-                self.stopping.set()
-            return
-        self._uid = region.uid
-        self._generation = region.generation
-        self._conditions = list(region.status.conditions)
-        self._take_spec(region.spec)
-        if not self._is_told:
-            self._is_told = True
-            self._check_opened(region.spec)
+    def _on_spec(self, spec: KVOffloadRegionSpec) -> None:
+        if self.running is not None:
+            self.running.registry.take_spec(spec)
 
     def _check_opened(self, spec: KVOffloadRegionSpec) -> None:
         """The API server's first word since the start: what was opened before it may be of a spec that nobody saw end.
@@ -212,31 +151,13 @@ class Daemon:
             )
             self.stopping.set()
 
-    def _take_spec(self, spec: KVOffloadRegionSpec) -> None:
-        if spec == self._spec:
-            return
-        self._spec = spec
-        self._keep_spec()
-        if self.running is not None:
-            self.running.registry.take_spec(spec)
-        self._spec_changed.set()
-
-    def _keep_spec(self) -> None:
-        """Write the spec down for the next start, now or as soon as the state folder takes it."""
-        assert self._spec is not None
-        if self._keep_again is not None:
-            self._keep_again.cancel()
-            self._keep_again = None
-        if not self._state.write_last(self._uid, self._spec):
-            self._keep_again = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._keep_spec)
-
     # --- serving ----------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        await self._spec_changed.wait()
-        while self._spec is not None and self._spec.mode is Mode.OBSERVE:
-            self._spec_changed.clear()
-            await self._spec_changed.wait()
+        await self.source.changed.wait()
+        while self.source.spec is not None and self.source.spec.mode is Mode.OBSERVE:
+            self.source.changed.clear()
+            await self.source.changed.wait()
         while self.running is None:
             try:
                 self.running = self._open()
@@ -261,15 +182,16 @@ class Daemon:
             raise RegionUnusable(self._state.explain(error)) from error
 
     def _open_region(self) -> Running:
-        assert self._spec is not None
+        assert self.source.spec is not None
         holder: list[Registry] = []
         region = Region(
-            self._spec,
+            self.source.spec,
             mount=read_mount(self.settings.hugepages),
             state_folder=self.settings.state,
             paths=self.paths,
             revoke=lambda tenant, positions: holder[0].revoke(tenant, positions),
-            uid=self._uid,
+            uid=self.source.uid,
+            failures=self.failures,
         )
         try:
             registry = Registry(
@@ -300,7 +222,11 @@ class Daemon:
                     )
                 )
                 log.warning("%s (%s)", self._pages_problem.message, error)
-                await asyncio.sleep(RETRY_SECONDS)
+            except (RegionUnusable, OSError) as error:
+                words = self._state.explain(error) if isinstance(error, OSError) else str(error)
+                self._pages_problem = Problem(RegionReason.REGION_UNUSABLE, f"pages cannot be reserved: {words}")
+                log.error("%s", self._pages_problem.message)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _check_limit(self, region: Region) -> None:
         """A reservation is not charged to the cgroup, extents are: better to know now. Raises PagesUnavailable."""
@@ -314,16 +240,20 @@ class Daemon:
             try:
                 registry.sweep()
             except OSError as error:  # what it did not get to is for the next one
-                self._state.note("what ended engines leave", error)
+                self.failures.note(Part.SWEEP, f"{_NOT_CLEARED}: {self._state.explain(error)}")
+            except Exception as error:  # noqa: BLE001 - one engine's odd end must not be everybody's, again at each start
+                self.failures.note(Part.SWEEP, f"{_NOT_CLEARED}, a bug of this daemon: {error!r}"[:1000], bug=error)
             else:
-                self._state.note("what ended engines leave", None)
+                self.failures.clear(Part.SWEEP)
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
     def problem(self) -> str:
         """Why engines cannot attach now, empty if they can."""
         return "; ".join(
-            finding.message for finding in self.findings() if finding.type == "Ready" and not finding.holds
+            finding.message
+            for finding in self.findings()
+            if finding.type == RegionCondition.READY and not finding.holds
         )
 
     def findings(self) -> list[Finding]:
@@ -333,7 +263,7 @@ class Daemon:
             holders = describe_holders(self.running.registry.engines.values())
         return build_findings(
             Situation(
-                spec=self._spec,
+                spec=self.source.spec,
                 region=self.running.region if self.running else None,
                 region_problem=self._region_problem,
                 pages_problem=self._pages_problem,
@@ -341,7 +271,7 @@ class Daemon:
                 is_stopping=self.stopping.is_set(),
                 has_attacher=bool(self.running and self.running.server.attachers),
                 needs_attacher=self.settings.region_file is None,
-                state_problem=self._state.problem,
+                failures=self.failures.lasting(),
             ),
             self.paths,
         )
@@ -354,30 +284,49 @@ class Daemon:
         while not is_last:
             await self._wait_for_stop(LOOK_SECONDS)
             is_last = self.stopping.is_set()  # the last status says that the daemon stops: nobody sees a stale Ready
-            if self._client is None or self._spec is None or self._deleted:
-                continue
-            running = self.running
-            status = build_status(
-                previous=self._conditions,
-                generation=self._generation,
-                figures=running.region.figures() if running else None,
-                findings=self.findings(),
-                engines=list(running.registry.engines.values()) if running else [],
-                epoch=running.region.epoch if running else 0,
-            )
-            urgent = (
-                [(c.type, c.status, c.reason, c.message) for c in status.conditions],
-                [(e.pod_uid, e.engine_id, e.confirmed_layout, e.message) for e in status.engines],
-                status.observed_generation,
-            )
-            if urgent == last and loop.time() - last_at < FIGURES_SECONDS:
+            if self.source.client is None or self.source.spec is None or self.source.is_deleted:
                 continue
             try:
-                await asyncio.to_thread(self._client.apply_status, status)
+                status = self._build_status()
+                urgent = (
+                    [(c.type, c.status, c.reason, c.message) for c in status.conditions],
+                    [(e.pod_uid, e.engine_id, e.confirmed_layout, e.message) for e in status.engines],
+                    status.observed_generation,
+                )
+                if urgent == last and loop.time() - last_at < FIGURES_SECONDS:
+                    continue
+                await asyncio.to_thread(self.source.client.apply_status, status)
                 last, last_at = urgent, loop.time()
             except KVOffloadError as error:
                 log.warning("the status could not be written: %s", error)
                 await self._wait_for_stop(RETRY_SECONDS)
+            except Exception as error:  # noqa: BLE001 - the daemon serves, whatever it cannot tell
+                self.failures.note(Part.STATUS, f"the status cannot be told: {error!r}"[:1000], bug=error)
+                await self._wait_for_stop(RETRY_SECONDS)
+
+    def _build_status(self) -> KVOffloadRegionStatus:
+        """With every engine, or where that fails without any: no engine keeps the conditions from being told."""
+        engines = list(self.running.registry.engines.values()) if self.running else []
+        try:
+            status = self._build_status_of(engines)
+        except Exception as error:  # noqa: BLE001 - as above
+            words = f"the status is told without its {len(engines)} engines, a bug of this daemon: {error!r}"
+            self.failures.note(Part.STATUS, words[:1000], bug=error)
+            return self._build_status_of([])
+        self.failures.clear(Part.STATUS)
+        return status
+
+    def _build_status_of(self, engines: list[Engine]) -> KVOffloadRegionStatus:
+        running = self.running
+        return build_status(
+            previous=self.source.conditions,
+            generation=self.source.generation,
+            figures=running.region.figures() if running else None,
+            findings=self.findings(),
+            engines=engines,
+            epoch=running.region.epoch if running else 0,
+            now=datetime.now(UTC),
+        )
 
     async def _wait_for_stop(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -400,8 +349,8 @@ class Daemon:
         server.close_pods()
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
-        if self._client is not None:
-            self._client.stop()
+        if self.source.client is not None:
+            self.source.client.watching.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -420,9 +369,9 @@ class Daemon:
     def _leave_files(self, *, keep: bool) -> None:
         if not keep:
             remove_region(region_folder(self.settings.hugepages, self.settings.pool), self.settings.state)
-        elif self._deleted:
+        elif self.source.is_deleted:
             release_region(self.settings.state)
-        if self._deleted or not keep:
+        if self.source.is_deleted or not keep:
             self._state.forget_last()
 
     async def _give_back_pages(self, running: Running) -> None:
@@ -434,10 +383,10 @@ class Daemon:
             log.warning("some engines still map the region: its pages are free when they end")
 
     async def _must_keep_files(self) -> tuple[bool, str]:
-        if self._spec is not None and self._spec.reclaim_policy is ReclaimPolicy.RETAIN:
+        if self.source.spec is not None and self.source.spec.reclaim_policy is ReclaimPolicy.RETAIN:
             return True, "reclaimPolicy is Retain"
-        if self._deleted:
+        if self.source.is_deleted:
             return False, "the region is deleted"
-        if self._client is None:
+        if self.source.client is None:
             return True, "no API server is configured"
-        return await asyncio.to_thread(self._client.must_keep_files, self._uid)
+        return await asyncio.to_thread(self.source.client.must_keep_files, self.source.uid)

@@ -3,14 +3,18 @@
 Runs in the node daemon; `daemon.py` describes the situation, `status.py` gives the findings their history.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvoffload.api.conditions import RegionCondition, RegionReason
 from kvoffload.api.pool import Mode, NumaPolicy
 from kvoffload.api.region import KVOffloadRegionSpec
+from kvoffload.errors import RegionUnusable
 from kvoffload.units import format_bytes
+from kvoffload_node.failures import OF_THE_DAEMON, Part
 from kvoffload_node.host.hugepages import explain_shortage
 from kvoffload_node.host.paths import HostPaths
+from kvoffload_node.region.extents import RETRY_SECONDS
 from kvoffload_node.region.region import Region
 
 
@@ -47,8 +51,8 @@ class Situation:
     has_attacher: bool
     needs_attacher: bool
     """False where pods are handed over by a test."""
-    state_problem: str = ""
-    """What a region that serves could not write down for the next start; empty if nothing."""
+    failures: Mapping[Part, str] = field(default_factory=dict)
+    """What fails while the daemon serves."""
 
 
 def build_findings(situation: Situation, paths: HostPaths) -> list[Finding]:
@@ -85,6 +89,9 @@ def _build_pages(situation: Situation, paths: HostPaths) -> Finding:
         return Finding(kind, False, problem.reason, problem.message)
     if region is None or not region.pages_reserved:
         return Finding(kind, False, RegionReason.STARTING, "the pages are not reserved yet")
+    if isinstance(region.extents.problem, RegionUnusable):
+        message = f"no more pages are allocated, tried again every {RETRY_SECONDS:g} s: {region.extents.problem}"
+        return Finding(kind, False, RegionReason.REGION_UNUSABLE, message)
     if region.extents.problem:
         reason, message = explain_shortage(
             paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
@@ -99,6 +106,10 @@ def _build_pages(situation: Situation, paths: HostPaths) -> Finding:
 
 def _build_degraded(situation: Situation) -> Finding:
     kind, region = RegionCondition.DEGRADED, situation.region
+    if situation.failures:
+        is_of_the_daemon = situation.failures.keys() <= OF_THE_DAEMON
+        reason = RegionReason.DAEMON_IMPAIRED if is_of_the_daemon else RegionReason.REGION_UNUSABLE
+        return Finding(kind, True, reason, "; ".join(situation.failures.values()))
     if region is not None and not region.mount.is_hugetlbfs:
         message = "fallback is SharedMemory: pages of 4 KiB are slower to copy and to register than huge ones"
         return Finding(kind, True, RegionReason.SHARED_MEMORY_FALLBACK, message)
@@ -109,8 +120,6 @@ def _build_degraded(situation: Situation) -> Finding:
             "blocks, restart those pods if they do not"
         )
         return Finding(kind, True, RegionReason.SHRINK_WAITS, message)
-    if situation.state_problem:
-        return Finding(kind, True, RegionReason.REGION_UNUSABLE, situation.state_problem)
     if region is not None and situation.needs_attacher and not situation.has_attacher:
         message = "the attacher is not connected: no new pod attaches"
         return Finding(kind, True, RegionReason.ATTACHER_MISSING, message)

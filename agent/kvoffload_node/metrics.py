@@ -49,6 +49,8 @@ HELP = {
     "kvoffload_refusals": "Refused sessions and requests, by reason.",
     "kvoffload_sessions_closed": "Connections that ended, by reason.",
     "kvoffload_attachers": "Attachers connected; 0: no new pod is attached.",
+    "kvoffload_daemon_failures": "What failed in the daemon and was gone on from, by part; the log says what.",
+    "kvoffload_endpoint_connections_ended": "Connections to this port that were ended before their answer, by reason.",
     "kvoffload_build_info": "Version of this daemon.",
 }
 LABELS: dict[str, tuple[str, ...]] = {
@@ -66,6 +68,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "kvoffload_numa_extents": ("numa_node",),
     "kvoffload_refusals": ("reason",),
     "kvoffload_sessions_closed": ("reason",),
+    "kvoffload_daemon_failures": ("part",),
+    "kvoffload_endpoint_connections_ended": ("reason",),
 }
 """Of the metrics that have some."""
 
@@ -83,6 +87,9 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything as it is now."""
         yield _gauge("kvoffload_build_info", {(__version__,): 1})
+        yield _counted("kvoffload_daemon_failures", self._daemon.failures.counts)
+        if self._daemon.endpoints is not None:
+            yield _counted("kvoffload_endpoint_connections_ended", self._daemon.endpoints.ended)
         running = self._daemon.running
         if running is None:
             return
@@ -127,9 +134,9 @@ class NodeCollector(Collector):
             "kvoffload_failed_transfers",
             {("load",): counters.failed_loads, ("store",): counters.failed_stores},
         )
-        yield _by_reason("kvoffload_evicted_bytes", figures.evicted_bytes)
-        yield _by_reason("kvoffload_refusals", registry.refusals)
-        yield _by_reason("kvoffload_sessions_closed", registry.closed)
+        yield _counted("kvoffload_evicted_bytes", figures.evicted_bytes)
+        yield _counted("kvoffload_refusals", registry.refusals)
+        yield _counted("kvoffload_sessions_closed", registry.closed)
         yield self._durations()
 
     def _durations(self) -> Metric:
@@ -170,5 +177,5 @@ def _with_samples(family: GaugeMetricFamily | CounterMetricFamily, samples: Samp
     return family
 
 
-def _by_reason(name: str, counts: dict[str, int]) -> Metric:
-    return _counter(name, {(reason,): count for reason, count in sorted(counts.items())})
+def _counted(name: str, counts: dict[str, int]) -> Metric:
+    return _counter(name, {(label,): count for label, count in sorted(counts.items())})

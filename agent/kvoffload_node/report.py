@@ -1,29 +1,19 @@
 """The daemon and the API server: the region's spec comes in, its status goes out, and at the end the question what to
 keep.
 
-Runs in the node daemon, called by `daemon.py` through threads. With `attach/pods.py` the only user of the Kubernetes
-client on the node.
+Runs in the node daemon, called by `daemon.py` through threads.
 """
 
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from kubernetes import client, config, watch
+from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from kvoffload.api.keys import API_VERSION, GROUP, NODE_FIELD_MANAGER, REGION_PLURAL, VERSION
 from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionStatus, region_name
-from kvoffload.errors import KVOffloadError
-
-log = logging.getLogger(__name__)
-
-
-class ApiServerError(KVOffloadError):
-    """The API server refused, or could not be reached."""
-
+from kvoffload_node.watching import ApiServerError, Watching, describe
 
 _REQUEST_SECONDS = 10
 _WATCH_SECONDS = 300
@@ -34,16 +24,23 @@ RETRY_SECONDS = 5.0
 class RegionClient:
     """Reads and reports on one KVOffloadRegion. Every method blocks: call them in a thread."""
 
-    def __init__(self, *, pool: str, node_name: str, daemonset: str, namespace: str) -> None:
-        """Load the pod's service account. Raises kubernetes.config.ConfigException outside a cluster."""
-        config.load_config()
+    def __init__(
+        self, *, pool: str, node_name: str, daemonset: str, namespace: str, on_unreadable: Callable[[str], None]
+    ) -> None:
+        """Load the pod's service account. Raises ApiServerError outside a cluster.
+
+        `on_unreadable` gets, in the watch's thread, why the region cannot be read, and an empty text when it can.
+        """
+        try:
+            config.load_config()
+        except config.ConfigException as error:
+            raise ApiServerError(f"no way to the API server: {error}; give the pod its service account") from error
         self.name = region_name(pool, node_name)
         self._daemonset = daemonset
         self._namespace = namespace
         self._custom = client.CustomObjectsApi()
         self._apps = client.AppsV1Api()
-        self._watch = watch.Watch()
-        self._stopped = threading.Event()
+        self.watching = Watching("region", f"KVOffloadRegion {self.name}", on_unreadable)
 
     def read(self) -> KVOffloadRegion | None:
         """The region, None if there is none. Raises ApiServerError."""
@@ -54,23 +51,22 @@ class RegionClient:
         except ApiException as error:
             if error.status == 404:
                 return None
-            raise ApiServerError(_reason(error)) from error
+            raise ApiServerError(describe(error)) from error
         except (HTTPError, OSError) as error:
-            raise ApiServerError(_reason(error)) from error
+            raise ApiServerError(describe(error)) from error
         return KVOffloadRegion.from_manifest(manifest)
 
     def follow(self, on_region: Callable[[KVOffloadRegion | None], None]) -> None:
-        """Call `on_region` with every change (None: deleted) until `stop`; survives whatever the API server does."""
-        while not self._stopped.is_set():
-            try:
-                on_region(self.read())
-                self._follow_once(on_region)
-            except (ApiServerError, ApiException, HTTPError, OSError, ValueError) as error:
-                log.warning("region %s is not known now: %s", self.name, _reason(error))
-                self._stopped.wait(RETRY_SECONDS)
+        """Call `on_region` with every change (None: deleted), in a thread, until `watching` is stopped."""
+
+        def run_round() -> None:
+            on_region(self.read())
+            self._follow_once(on_region)
+
+        self.watching.start(run_round, retry_seconds=RETRY_SECONDS)
 
     def _follow_once(self, on_region: Callable[[KVOffloadRegion | None], None]) -> None:
-        stream = self._watch.stream(
+        stream = self.watching.watch.stream(
             self._custom.list_cluster_custom_object,
             GROUP,
             VERSION,
@@ -80,14 +76,9 @@ class RegionClient:
             _request_timeout=_WATCH_SECONDS + _REQUEST_SECONDS,
         )
         for event in stream:
-            if self._stopped.is_set():
+            if self.watching.is_stopped:
                 return
             on_region(None if event["type"] == "DELETED" else KVOffloadRegion.from_manifest(event["object"]))
-
-    def stop(self) -> None:
-        """End `follow` at its next event or timeout."""
-        self._stopped.set()
-        self._watch.stop()
 
     def apply_status(self, status: KVOffloadRegionStatus) -> None:
         """Write our part of the status by server-side apply, never by force. Raises ApiServerError."""
@@ -109,7 +100,7 @@ class RegionClient:
                 _request_timeout=_REQUEST_SECONDS,
             )
         except (ApiException, HTTPError, OSError) as error:
-            raise ApiServerError(_reason(error)) from error
+            raise ApiServerError(describe(error)) from error
 
     def must_keep_files(self, uid: str) -> tuple[bool, str]:
         """Whether a stopping daemon leaves its files to a successor, and why.
@@ -145,7 +136,3 @@ class RegionClient:
             self._daemonset, self._namespace, _request_timeout=_REQUEST_SECONDS
         )
         return found.metadata.deletion_timestamp is not None
-
-
-def _reason(error: Exception) -> str:
-    return f"{error.status} {error.reason}" if isinstance(error, ApiException) else str(error)

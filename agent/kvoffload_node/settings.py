@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvoffload.api.keys import DAEMON_METRICS_PORT
+from kvoffload.api.keys import ATTACHER_PORT, DAEMON_METRICS_PORT
 
 
 class NodeSettings(BaseSettings):
@@ -49,7 +49,7 @@ class NodeSettings(BaseSettings):
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="Port of /metrics, /healthz and /readyz.")] = (
         DAEMON_METRICS_PORT
     )
-    attacher_port: Annotated[int, Field(ge=0, le=65535, description="Port of the attacher's /healthz.")] = 9421
+    attacher_port: Annotated[int, Field(ge=0, le=65535, description="Port of the attacher's /healthz.")] = ATTACHER_PORT
     quarantine_seconds: Annotated[
         float, Field(ge=0, le=600, description="How long a dead writer's slots wait, as its DMA may still land.")
     ] = 10.0

@@ -1,10 +1,9 @@
 """The daemon's folder on the node's disk: the lock that makes it one daemon's, and the spec that was served last.
 
 Runs in the node daemon, owned by `daemon.py`. Catalog and journals (`index/`) and attachments (`session/locks.py`)
-stand in the same folder and are theirs; what cannot be written there while the daemon serves is noted here.
+stand in the same folder and are theirs.
 """
 
-import errno
 import fcntl
 import json
 import logging
@@ -15,7 +14,8 @@ from pydantic import ValidationError
 
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import RegionUnusable
-from kvoffload_node.index.journal import OUT_OF_DISK
+from kvoffload_node.failures import Failures, Part, explain
+from kvoffload_node.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +23,11 @@ log = logging.getLogger(__name__)
 class StateFolder:
     """One pool's folder; `lock` it before anything else."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, failures: Failures) -> None:
         self.path = path
+        self._failures = failures
         self._last_region = path / "region.json"
         self._lock = -1
-        self._problems: dict[str, str] = {}
-
-    @property
-    def problem(self) -> str:
-        """What could not be written while the daemon serves, and why; empty if nothing."""
-        return "; ".join(self._problems.values())
 
     def lock(self) -> None:
         """One daemon for one folder. Raises RegionUnusable."""
@@ -66,41 +61,18 @@ class StateFolder:
     def write_last(self, uid: str, spec: KVOffloadRegionSpec) -> bool:
         """Write the spec down for the next start; False, and noted, where the folder does not take it."""
         manifest = {"metadata": {"uid": uid}, "spec": spec.model_dump(mode="json", by_alias=True)}
-        new = self._last_region.with_suffix(".new")
         try:
-            new.write_text(json.dumps(manifest))
-            new.replace(self._last_region)
+            write_whole(self._last_region, json.dumps(manifest).encode())
         except OSError as error:
-            self.note("the last spec", error)
+            self._failures.note(Part.LAST_SPEC, f"the last spec cannot be written: {self.explain(error)}")
             return False
-        self.note("the last spec", None)
+        self._failures.clear(Part.LAST_SPEC)
         return True
 
     def forget_last(self) -> None:
         """Else the next start would serve a region that is no more."""
         self._last_region.unlink(missing_ok=True)
 
-    def note(self, what: str, error: OSError | None) -> None:
-        """Say once what the folder does not take, and once that it does again."""
-        message = f"{what} cannot be written: {self.explain(error)}" if error else ""
-        if message == self._problems.get(what, ""):
-            return
-        if message:
-            self._problems[what] = message
-            log.warning("%s", message)
-        else:
-            del self._problems[what]
-            log.info("%s is written again", what)
-
     def explain(self, error: OSError) -> str:
-        """Path, cause and remedy; the path is this folder where the kernel does not name one (writes)."""
-        path = error.filename2 or error.filename or self.path
-        if error.errno in OUT_OF_DISK:
-            remedy = "make room on that disk"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            remedy = "let the daemon write there"
-        elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP):
-            remedy = "it is not the daemon's: remove it on the node, the daemon makes its own"
-        else:
-            remedy = "see the node's disk and its kernel log"
-        return f"{path}: {os.strerror(error.errno) if error.errno else error}; {remedy}"
+        """Path, cause and remedy, as `failures.explain`."""
+        return explain(error, self.path)

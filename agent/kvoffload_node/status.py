@@ -1,6 +1,7 @@
 """The region's status, built from the daemon's figures, findings and engines.
 
-Runs in the node daemon; used by `daemon.py`, written by `report.py`. Pure.
+Runs in the node daemon; used by `daemon.py`, written by `report.py`. Pure. What pods say of themselves is cut to what
+the API takes, so that no pod can keep the others' engines out of the status.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from kvoffload_node.findings import Finding
 from kvoffload_node.region.figures import Figures
 from kvoffload_node.session.engines import Engine
 
+MAX_BYTES = 1 << 60
+"""What the API takes for a count of bytes."""
+
 
 def build_status(
     *,
@@ -22,13 +26,16 @@ def build_status(
     findings: Sequence[Finding],
     engines: Sequence[Engine],
     epoch: int,
-    now: datetime | None = None,
+    now: datetime,
 ) -> KVOffloadRegionStatus:
-    """Our part of the region's status. `previous` are its conditions as they were, whoever set them."""
-    now = now or datetime.now(UTC)
+    """Our part of the region's status. `previous` are its conditions as they were, whoever set them.
+
+    A pod may have attached two engines of one id: the older one, whose processes have been told apart from the newer
+    one's, counts, and only the newer one is listed.
+    """
     connected = [engine for engine in engines if engine.is_attached]
     attached = [engine for engine in connected if not engine.is_left_alone]
-    left_alone = [engine for engine in connected if engine.is_left_alone]
+    listed = {(e.pod.uid, e.engine_id): e for e in sorted(connected, key=lambda e: (e.is_left_alone, e.number))}
     return KVOffloadRegionStatus(
         observed_generation=generation,
         conditions=[
@@ -47,10 +54,10 @@ def build_status(
         allocated_bytes=figures.allocated_bytes if figures else 0,
         used_bytes=figures.used_bytes if figures else 0,
         free_bytes=figures.free_bytes if figures else 0,
-        saved_bytes=figures.saved_bytes if figures else 0,
+        saved_bytes=min(figures.saved_bytes, MAX_BYTES) if figures else 0,
         daemon_version=__version__,
         epoch=epoch,
-        engines=[_build_engine(engine) for engine in [*attached, *left_alone][:MAX_ENGINES]],
+        engines=[_build_engine(engine) for engine in list(listed.values())[:MAX_ENGINES]],
         engines_attached=len(attached),
         engines_replicated=sum(engine.layout == "replicated" for engine in attached),
     )
@@ -70,7 +77,7 @@ def _build_engine(engine: Engine) -> RegionEngine:
         confirmed_layout=engine.layout,
         reason=engine.reason[:64],
         message="; ".join(word for word in words if word)[:1024],
-        stored_bytes=engine.stored_bytes,
-        loaded_bytes=engine.loaded_bytes,
+        stored_bytes=min(engine.stored_bytes, MAX_BYTES),
+        loaded_bytes=min(engine.loaded_bytes, MAX_BYTES),
         attached_since=datetime.fromtimestamp(int(engine.attached_since), UTC),
     )

@@ -16,6 +16,7 @@ import pytest
 from kubernetes.config import load_kube_config
 
 from daemon_process import DaemonProcess, TestEngine, wait_until
+from kvoffload.errors import DaemonUnavailable
 from kvoffload_node.attach import pods as node_pods
 from kvoffload_node.attach.pods import NodePods
 from scripted_api_server import ScriptedApiServer
@@ -302,6 +303,57 @@ def test_without_a_daemon_a_pod_gets_no_library(node: Node) -> None:
     wait_until(lambda: is_attached(folder))
 
 
+def test_a_pod_that_got_no_library_and_goes_is_detached(node: Node) -> None:
+    """The daemon has its socket already; the next try needs the library alone."""
+    stays = node.create_pod("stays")
+    wait_until(lambda: is_attached(stays))
+    before = open_descriptors(), open_descriptors(node.daemon)
+    node.library.rename(node.library.with_name("away"))
+    for uid in ("goes", "waits"):
+        node.create_pod(uid)
+        wait_until(lambda: node.daemon.log.count("attached (tenant") > 1 and len(node.attacher._retry_at) > 0)
+    wait_until(lambda: node.daemon.log.count("attached (tenant") == 3)
+    node.pods.current = {uid: pod for uid, pod in node.pods.current.items() if uid != "goes"}
+    node.remove_folder("goes")
+    node.library.with_name("away").rename(node.library)
+    wait_until(lambda: is_attached(node.folder("waits")))
+    TestEngine(node.folder("waits") / "daemon.sock").close()
+    assert node.daemon.log.count("attached (tenant") == 3, "a socket is handed over once"
+    node.pods.current = {"stays": node.pods.current["stays"]}
+    node.remove_folder("waits")
+    wait_until(lambda: (open_descriptors(), open_descriptors(node.daemon)) == before)
+
+
+def test_a_pod_that_goes_as_the_daemon_cannot_be_told_is_detached_later(node: Node) -> None:
+    node.attacher.stopped.set()  # from here on it looks when it is told to
+    wait_until(lambda: node.daemon.metrics()["kvoffload_attachers"] == 0)
+    with node.second_attacher() as attacher:
+        folder = node.create_pod("pod-a")
+        attacher.look()
+        assert is_attached(folder)
+        node.pods.current = {}
+        node.remove_folder("pod-a")
+        attacher._handoff.close()
+        attacher._gone_at = 0.0
+        with pytest.raises(DaemonUnavailable):
+            attacher._detach_gone()
+        attacher._gone_at = 0.0
+        attacher.look()
+        assert attacher.num_attached == 0
+        removed = node.kubelet.parent / "removed-pod-a" / folder.relative_to(node.kubelet / "pod-a") / "daemon.sock"
+        wait_until(lambda: not is_listened_to(removed))
+
+
+def is_listened_to(path: Path) -> bool:
+    """Whether any process still has the listening socket."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedApiServer]:
     """An API server whose watches say nothing."""
@@ -329,7 +381,25 @@ def test_a_pod_that_a_silent_watch_does_not_tell_of_is_found_by_asking(api: Scri
     assert pods.refresh()
     wait_until(lambda: set(pods.current) == {"second"})
     assert not pods.refresh(), "a node of many pods would ask without end"
-    pods.stop()
+    pods.watching.stop()
+
+
+def test_a_region_of_a_newer_operator_is_said_and_does_not_deafen_the_attacher(
+    api: ScriptedApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_pods, "RETRY_SECONDS", 0.01)
+    api.make_region("uid", numaPolicy="OfTomorrow")
+    api.pods = [listed_pod("first")]
+    pods = NodePods(pool="p", node_name="n", own_namespace="own")
+    assert not pods.watching.is_alive
+    pods.start()
+    wait_until(lambda: "no new pod is attached" in caplog.text or not pods.watching.is_alive)
+    assert "update the node's image to the operator's version" in caplog.text
+    pods.refresh()
+    api.make_region("uid")
+    wait_until(lambda: set(pods.current) == {"first"})
+    assert pods.watching.is_alive
+    pods.watching.stop()
 
 
 def test_a_silent_watch_is_given_up(api: ScriptedApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,4 +412,4 @@ def test_a_silent_watch_is_given_up(api: ScriptedApiServer, monkeypatch: pytest.
     wait_until(lambda: set(pods.current) == {"first"})
     api.pods = []
     wait_until(lambda: not pods.current)
-    pods.stop()
+    pods.watching.stop()

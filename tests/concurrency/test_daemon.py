@@ -106,7 +106,7 @@ def test_what_alerts_count_begins_at_0(folder: Path) -> None:
         daemon.attach("pod")
         text = daemon.scrape()
         refused = [f'kvoffload_refusals_total{{reason="{reason.value}"}} 0.0' for reason in RefusalReason]
-        evicted = [f'kvoffload_evicted_bytes_total{{reason="{reason}"}} 0.0' for reason in Eviction.ALL]
+        evicted = [f'kvoffload_evicted_bytes_total{{reason="{reason}"}} 0.0' for reason in Eviction]
         ended = [
             f'kvoffload_sessions_closed_total{{reason="{reason.value}"}} 0.0' for reason in (*RefusalReason, *EndReason)
         ]

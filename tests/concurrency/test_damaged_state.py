@@ -64,6 +64,21 @@ def test_a_region_file_that_was_cut_is_not_believed(folder: Path) -> None:
             one.close()
 
 
+def test_a_catalog_that_is_no_text_where_it_should_be_is_lost_and_not_the_daemons_end(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        engine = attach(path, "engine")
+        fill(engine, NUM_KEYS, salt=1)
+        engine.close()
+        daemon.kill()
+        catalog = daemon.state / "catalog"
+        catalog.write_bytes(catalog.read_bytes().replace(b"pool", b"\xff" * 4))
+        daemon.start()
+        assert "is lost or damaged" in daemon.log
+        (other := attach(path, "other")).close()
+        assert other.epoch > engine.epoch
+
+
 def test_without_its_catalog_no_epoch_is_used_again(folder: Path) -> None:
     with start(folder, None) as daemon:
         path = daemon.attach("pod")

@@ -50,10 +50,16 @@ def test_a_full_disk_ends_no_daemon(folder: Path, small_disk: Path) -> None:
         assert hits(engine, keys) == 8
         assert engine.store([key_of(8, salt=1)]), "its extent has slots whose records have their place"
         assert is_refused()
-        assert daemon.log.count("no room for more records") == 1, "said once, however the engines take turns"
-        with pytest.raises(KVOffloadError):
-            connect(path, hello(engine_id="late"))
-        assert "connection ended: [Errno 28]" in daemon.log
+        said = daemon.log.count("records of more slots cannot be written")
+        assert said == 1, "however the engines take turns"
+        assert daemon.metrics()['kvoffload_daemon_failures_total{part="Records"}'] >= 2
+        for _ in range(3):
+            with pytest.raises(KVOffloadError):
+                connect(path, hello(engine_id="late"))
+        assert "engines cannot attach, what they hold cannot be kept" in daemon.log
+        assert daemon.metrics()['kvoffload_daemon_failures_total{part="Attachment"}'] == 3
+        left = {file.suffix for file in (small_disk / "attachments").iterdir()}
+        assert left == {".lock", ".json"}
         assert "a bug of this daemon" not in daemon.log
         junk.unlink()
         fill(other, 8, salt=3)

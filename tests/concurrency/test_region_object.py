@@ -231,3 +231,17 @@ def test_what_the_plugin_decides_stands_in_the_status_once(
     finally:
         for connector in plugin._telling:
             connector.close()
+
+
+def test_a_region_of_a_newer_operator_is_said_and_does_not_deafen_the_daemon(daemon: DaemonProcess) -> None:
+    api = daemon.api
+    assert api is not None
+    wait_until(lambda: api.condition("Ready").get("status") == "True", timeout_seconds=REPORT_SECONDS)
+    api.make_region("first", numaPolicy="OfTomorrow")
+    wait_until(lambda: api.condition("Degraded").get("reason") == "DaemonImpaired", timeout_seconds=REPORT_SECONDS)
+    assert "OfTomorrow" in api.condition("Degraded")["message"]
+    assert "update the node's image" in api.condition("Degraded")["message"]
+    assert api.condition("Ready")["status"] == "True", "what it knows it serves"
+    api.make_region("first", mode="Paused")
+    wait_until(lambda: api.condition("Ready").get("reason") == "Paused", timeout_seconds=REPORT_SECONDS)
+    assert api.condition("Degraded")["reason"] != "DaemonImpaired"

@@ -132,6 +132,7 @@ class RegionReason(StrEnum):
     SHRINK_WAITS = "ShrinkWaits"
     ATTACHER_MISSING = "AttacherMissing"
     NUMA_NODE_OUT_OF_REACH = "NumaNodeOutOfReach"
+    DAEMON_IMPAIRED = "DaemonImpaired"
     AS_ASKED = "AsAsked"
 
 

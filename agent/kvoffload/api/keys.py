@@ -1,4 +1,4 @@
-"""Names of labels, annotations and environment variables, a port, and the closed set of skip reasons.
+"""Names of labels, annotations and environment variables, ports, and the closed set of skip reasons.
 
 Imported by the operator, the webhook, the node daemon and the command line; each name is written here, and again only
 in the engine, which may not load this package (`kvoffload_engine.environment`; a test holds the two together).
@@ -11,6 +11,8 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 DAEMON_METRICS_PORT = 9420
 """Where the daemon's pod shows /metrics, /healthz and /readyz."""
+ATTACHER_PORT = 9421
+"""Where its container of the attacher shows /healthz."""
 POOL_PLURAL = "kvoffloadpools"
 REGION_PLURAL = "kvoffloadregions"
 

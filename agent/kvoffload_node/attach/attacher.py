@@ -4,8 +4,9 @@ Runs as `python -m kvoffload_node attacher`, in the daemon's pod but in a contai
 and nothing else. It reads nothing that a pod sends.
 
     known pod, folder there  ── bind ──> listening ── AttachPod ──> daemon ── library ──> attached
-    pod or folder gone       ── DetachPod ──> forgotten
-    daemon connected anew    ── AttachPod for every pod
+                                            │ remembered from here on: the daemon may have it
+    pod or folder gone       ── DetachPod ──┴─> forgotten
+    daemon connected anew    ── AttachPod for every pod that is remembered
 
 One look costs a stat of the kubelet's folder and one open for each pod that waits, so it is taken every 50 ms:
 nothing can go silent, and a pod has its socket within 100 ms of its folder.
@@ -47,6 +48,8 @@ class PodSource(Protocol):
 class _Attachment:
     request: AttachPod
     listening: socket
+    has_library: bool = False
+    """The last step: engines connect from now on."""
 
 
 class Attacher:
@@ -67,8 +70,8 @@ class Attacher:
 
     @property
     def num_attached(self) -> int:
-        """Pods that have a socket which the daemon serves."""
-        return len(self._attached)
+        """Pods that have a socket which the daemon serves, and the library."""
+        return sum(attachment.has_library for attachment in self._attached.values())
 
     def run(self) -> None:
         """Look every `LOOK_SECONDS` until `stopped` is set."""
@@ -87,32 +90,42 @@ class Attacher:
             self._refresh_on_unknown_folder()
             current = self._pods.current
             for uid, pod in current.items():
-                if uid not in self._attached and self._retry_at.get(uid, 0.0) <= self.last_look:
+                attachment = self._attached.get(uid)
+                is_due = attachment is None or not attachment.has_library
+                if is_due and self._retry_at.get(uid, 0.0) <= self.last_look:
                     self._attach(pod)
             self._detach_gone()
         except DaemonUnavailable as error:
             self._say(str(error))
+        except (KVOffloadError, OSError) as error:
+            self._say(f"pods are not looked at: {error}")
 
     def _attach(self, pod: ObservedPod) -> None:
-        request = AttachPod(pod.uid, pod.namespace, pod.name, pod.predicted_layout)
-        listening: socket | None = None
         try:
             with open_pod_folder(self._kubelet_pods, pod.uid) as folder:
                 if folder is None:
                     return
-                listening = bind_socket(folder)
-                self._handoff.attach(request, listening)
+                attachment = self._attached.get(pod.uid) or self._hand_over(pod, bind_socket(folder))
                 write_library(folder, self._library)
-        except (OSError, SessionRefused, KVOffloadError) as error:
-            if listening is not None:
-                listening.close()
+        except (OSError, KVOffloadError) as error:
             self._retry_at[pod.uid] = time.monotonic() + RETRY_SECONDS
             if isinstance(error, DaemonUnavailable):
                 raise
             log.warning("pod %s/%s is not attached: %s", pod.namespace, pod.name, error)
             return
-        self._attached[pod.uid] = _Attachment(request, listening)
+        attachment.has_library = True
         log.info("pod %s/%s is attached", pod.namespace, pod.name)
+
+    def _hand_over(self, pod: ObservedPod, listening: socket) -> _Attachment:
+        """Raises SessionRefused: the daemon does not have it; DaemonUnavailable: it may, and gets it again."""
+        request = AttachPod(pod.uid, pod.namespace, pod.name, pod.predicted_layout)
+        attachment = self._attached[pod.uid] = _Attachment(request, listening)
+        try:
+            self._handoff.attach(request, listening)
+        except SessionRefused:
+            self._forget(pod.uid)
+            raise
+        return attachment
 
     def _hand_over_all(self) -> None:
         self._say(f"connected to the daemon; {len(self._attached)} pods to hand over")
@@ -129,15 +142,14 @@ class Attacher:
             return
         self._gone_at = self.last_look + GONE_SECONDS
         for uid in [uid for uid in self._attached if not (self._kubelet_pods / uid).exists()]:
-            self._forget(uid)
             self._handoff.detach(uid)
+            self._forget(uid)
+            log.info("pod %s is detached", uid)
         for uid in [uid for uid in self._retry_at if uid not in self._pods.current]:
             del self._retry_at[uid]
 
     def _forget(self, uid: str) -> None:
-        attachment = self._attached.pop(uid)
-        attachment.listening.close()
-        log.info("pod %s/%s is detached", attachment.request.namespace, attachment.request.name)
+        self._attached.pop(uid).listening.close()
 
     def _refresh_on_unknown_folder(self) -> None:
         """A folder that appeared means a pod; if the watch has not told of any, ask."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvoffload.errors import DaemonUnavailable, SessionRefused
+from kvoffload.errors import DaemonUnavailable, ProtocolError, SessionRefused
 from kvoffload.protocol.client import decode_from_daemon, refusal_reason
 from kvoffload.protocol.framing import FrameReader, send_frame
 from kvoffload.protocol.messages import Attached, AttachPod, DetachPod, Message, Refused
@@ -83,10 +83,14 @@ class Handoff:
                 if not data:
                     raise ConnectionError("closed")
                 self._reader.feed(data)
+            answer = decode_from_daemon(payload)
         except OSError as error:
             self.close()
             raise DaemonUnavailable(f"the daemon at {self._path} is gone: {error}") from error
-        return decode_from_daemon(payload)
+        except ProtocolError as error:
+            self.close()
+            raise DaemonUnavailable(f"the daemon at {self._path} cannot be understood: {error}") from error
+        return answer
 
 
 def _is_closed_by_peer(sock: socket.socket) -> bool:

@@ -10,9 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from kubernetes import client, config, watch
-from kubernetes.client.exceptions import ApiException
-from urllib3.exceptions import HTTPError
+from kubernetes import client, config
 
 from kvoffload.api.keys import (
     GROUP,
@@ -23,6 +21,7 @@ from kvoffload.api.keys import (
 )
 from kvoffload.api.pool import LabelSelector
 from kvoffload.api.region import KVOffloadRegion, region_name
+from kvoffload_node.watching import Watching, describe
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +55,8 @@ class NodePods:
         self._own_namespace = own_namespace
         self._core = client.CoreV1Api()
         self._custom = client.CustomObjectsApi()
-        self._watch = watch.Watch()
-        self._stopped = threading.Event()
+        self._unreadable = ""
+        self.watching = Watching("pods", "this node's pods, or their pool's selector,", self._say_unreadable)
         self._last_refresh = 0.0
         self._changing = threading.Lock()
         self.current: dict[str, ObservedPod] = {}
@@ -65,12 +64,12 @@ class NodePods:
 
     def start(self) -> None:
         """Begin to watch, in a thread."""
-        threading.Thread(target=self._run, name="pods", daemon=True).start()
+        self.watching.start(lambda: self._follow(self._list()), retry_seconds=RETRY_SECONDS)
 
-    def stop(self) -> None:
-        """End the watch."""
-        self._stopped.set()
-        self._watch.stop()
+    def _say_unreadable(self, why: str) -> None:
+        if why and why != self._unreadable:
+            log.error("no new pod is attached: %s", why)
+        self._unreadable = why
 
     def refresh(self) -> bool:
         """List again now, in a thread: a pod's folder is there that the watch has not told of.
@@ -87,17 +86,8 @@ class NodePods:
     def _refresh(self) -> None:
         try:
             self._list()
-        except (ApiException, HTTPError, OSError) as error:
-            log.warning("pods could not be listed: %s", _reason(error))
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                version = self._list()
-                self._follow(version)
-            except (ApiException, HTTPError, OSError) as error:
-                log.warning("this node's pods are not known now: %s", _reason(error))
-                self._stopped.wait(RETRY_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the watch tries it again, and says what is wrong
+            log.warning("pods could not be listed: %s", describe(error))
 
     def _query(self) -> dict[str, str]:
         return {
@@ -114,7 +104,7 @@ class NodePods:
         return str(listed.metadata.resource_version)
 
     def _follow(self, version: str) -> None:
-        stream = self._watch.stream(
+        stream = self.watching.watch.stream(
             self._core.list_pod_for_all_namespaces,
             **self._query(),
             resource_version=version,
@@ -177,7 +167,3 @@ def _observe(pod: client.V1Pod) -> ObservedPod:
 
 def _is_running(pod: client.V1Pod) -> bool:
     return pod.status.phase not in _ENDED_PHASES
-
-
-def _reason(error: Exception) -> str:
-    return f"{error.status} {error.reason}" if isinstance(error, ApiException) else str(error)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvoffload_node.whole_file import write_whole
+
 
 class TenantEntry(msgspec.Struct):
     """One tenant and its region file."""
@@ -52,12 +54,10 @@ def read_catalog(path: Path) -> Catalog | None:
     """The catalog at `path`, None if there is none or it is damaged (then the journals are empty too)."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=Catalog)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
 def write_catalog(path: Path, catalog: Catalog) -> None:
     """Replace the catalog as a whole."""
-    new = path.with_name(path.name + ".new")
-    new.write_bytes(msgspec.msgpack.encode(catalog))
-    new.replace(path)
+    write_whole(path, msgspec.msgpack.encode(catalog))

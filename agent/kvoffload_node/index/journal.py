@@ -1,7 +1,8 @@
 """The slot journal: what a restarted daemon may believe.
 
-Runs in the node daemon; written by `tenant.py`, read once at start. A file that only the daemon maps, one fixed
-record a slot; the page cache outlives a killed daemon, and a record torn by the kill does not match its checksum.
+Runs in the node daemon; written by `tenant.py` and `table.py` as slots change, by `region/extents.py` as extents come
+and go, and read once at start. A file that only the daemon maps, one fixed record a slot; the page cache outlives a
+killed daemon, and a record torn by the kill does not match its checksum.
 
     <state>/tenant-<digest>.journal
     | entry of position 0 | its records ... | entry of position 1 | its records ... |          (grows at its end)
@@ -10,13 +11,12 @@ record a slot; the page cache outlives a killed daemon, and a record torn by the
 
     state     written                                        a restarted daemon
     FREE      when nobody can touch the slot any more        hands it out
-    WRITING   before the slot is handed out                  holds it until the engine of that number has said what it
-    writes READY     after the last rank's seal, before it is hit   serves it ORPHANED  dropped while leased
-    holds it until all engines of before have said what they read torn      (checksum)
-    as ORPHANED
+    WRITING   before the slot is handed out                  holds it until the engine of that number has spoken
+    READY     after the last rank's seal, before it is hit   serves it
+    ORPHANED  dropped while leased                           holds it until all engines of before have spoken
+    torn      (checksum)                                     as ORPHANED
 """
 
-import errno
 import mmap
 import os
 import struct
@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from kvoffload_node.failures import explain
 from kvoffload_node.index.slots import MIN_SLOT_BYTES
 
 _RECORD = struct.Struct("<BBHQQ64sI")
+_NUMBERS = struct.Struct("<QQ")
 _EXTENT = struct.Struct("<QI4x")
 UNCUT = 1
-OUT_OF_DISK = (errno.ENOSPC, errno.EDQUOT)
 RECORD_BYTES = _RECORD.size
 
 
@@ -77,19 +78,21 @@ class TenantJournal:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        self.refusal = ""
+        """Why the disk did not take records when it last did not, with the remedy."""
 
     def make_room(self, position: int, slot_bytes: int) -> bool:
         """Give the records of an extent with slots of this size (or UNCUT) their place on the disk.
 
-        False where the disk is full: writing through the mapping would be SIGBUS there, and the daemon's end.
+        False where the disk does not take them, and `refusal` says why: writing through the mapping to a full disk
+        would be SIGBUS, and the daemon's end.
         """
         num_slots = 0 if slot_bytes == UNCUT else self.extent_bytes // slot_bytes
         num_bytes = _EXTENT.size + num_slots * RECORD_BYTES
         try:
             os.posix_fallocate(self._descriptor, position * self._position_bytes, num_bytes)
         except OSError as error:
-            if error.errno not in OUT_OF_DISK:
-                raise
+            self.refusal = explain(error, self.path.parent)
             return False
         return True
 
@@ -137,7 +140,10 @@ class TenantJournal:
                 continue
             state, key_bytes, account, namespace, number, padded, checksum = _RECORD.unpack(raw)
             key = padded[:key_bytes]
-            if _checksum(state, namespace, account, number, key) != checksum:
+            if checksum not in (
+                _checksum(state, namespace, account, number, key),
+                _checksum_before(state, namespace, account, number, key),
+            ):
                 yield SlotRecord(offset, SlotState.ORPHANED, 0, 0, 0, b"")
             else:
                 yield SlotRecord(offset, SlotState(state), namespace, account, number, key)
@@ -164,7 +170,15 @@ class TenantJournal:
 
 
 def _checksum(state: int, namespace: int, account: int, number: int, key: bytes) -> int:
-    """Over all fields, from the numbers as they are: packing them first would cost more than the checksum."""
+    """Over all fields, every bit of them: the upper half of `namespace` and `number` is the epoch."""
+    return zlib.crc32(key, zlib.crc32(_NUMBERS.pack(namespace, number), account << 8 | state))
+
+
+def _checksum_before(state: int, namespace: int, account: int, number: int, key: bytes) -> int:
+    """As a daemon of before wrote it, without the epochs: what it stored is still served after its update.
+
+    A record of ours that is torn meets this one no more often than any other number.
+    """
     return zlib.crc32(key, (namespace * 1_000_003 + account * 8_191 + number * 131 + state) & 0xFFFFFFFF)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvoffload_node.index.slots import ReadySlot
+from kvoffload_node.whole_file import write_whole
 
 _PAIR_BYTES = 16
 
@@ -26,10 +27,7 @@ def write_order(journal: Path, ready: Mapping[int, ReadySlot], tick: int) -> Non
     packed = array.array("q")
     for offset, slot in ready.items():
         packed.extend((offset, tick if slot.holders else slot.lru.get(offset, tick)))
-    path = order_path(journal)
-    new = path.with_suffix(".order.new")
-    new.write_bytes(packed.tobytes())
-    new.replace(path)
+    write_whole(order_path(journal), packed.tobytes())
 
 
 def take_order(journal: Path) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Accounts: what the pods of one Kubernetes namespace have stored, and what its quota allows. Pure.
 
-Runs in the node daemon; called by `slots.py` before a slot is given out and by `eviction.py` before one is taken.
+Runs in the node daemon; called by `tenant.py` before a slot is given out and by `eviction.py` before one is taken.
 """
 
 from dataclasses import dataclass

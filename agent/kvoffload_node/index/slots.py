@@ -1,7 +1,7 @@
 """The things the index is made of: extents cut into slots, slabs of one slot size, namespaces of keys, writes under
 way.
 
-Runs in the node daemon, used by `tenant.py` and `eviction.py` only.
+Runs in the node daemon; the index changes them, the region and sessions hold on to some.
 
     tenant's file   | extent 0 (slab of 73,728) | extent 1 (spare) | extent 2 (slab of 147,456) |    hole    |
     extent 0        | slot | slot | slot | ... | waste |              a slot never straddles extents

@@ -6,6 +6,7 @@ for what is cold in it. Offsets are byte offsets into the tenant's file.
 
 from collections import Counter, OrderedDict
 from collections.abc import Set
+from enum import StrEnum
 
 from kvoffload_node.index.eviction import ColdExtents
 from kvoffload_node.index.journal import UNCUT, TenantJournal
@@ -22,7 +23,7 @@ class Clock:
         self.tick = 0
 
 
-class Eviction:
+class Eviction(StrEnum):
     """Why slots were evicted; a closed set, used as metric label."""
 
     CAPACITY = "Capacity"
@@ -37,8 +38,6 @@ class Eviction:
     """The pool was made smaller."""
     TENANT_GONE = "TenantGone"
     """The tenant will not come back."""
-
-    ALL = (CAPACITY, QUOTA_LIMIT, EXTENT_MOVED, TENANT_MOVED, CAPACITY_LOWERED, TENANT_GONE)
 
 
 class SlotTable:
@@ -68,7 +67,7 @@ class SlotTable:
         self.may_evict = True
         """False after a restart until every engine of before has said what it holds, or is dead."""
         self.is_disk_full = False
-        """The last spare extent that was needed could not be cut: its records had no room on the disk."""
+        """The last spare extent that was needed could not be cut: the disk did not take its records."""
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -113,7 +112,7 @@ class SlotTable:
             self.orphans.discard(offset)
             self.free(offset, self.ready.pop(offset).account)
 
-    def evict(self, offset: int, reason: str) -> None:
+    def evict(self, offset: int, reason: Eviction) -> None:
         """Take a READY, unleased slot from its key; it is the caller's to use or to free."""
         slot = self.ready.pop(offset)
         del slot.lru[offset]
@@ -162,7 +161,7 @@ class SlotTable:
         self.journal.extent(extent.position, UNCUT)
         self.spare.append(extent.position)
 
-    def evict_extent(self, extent: Extent, reason: str = Eviction.EXTENT_MOVED) -> None:
+    def evict_extent(self, extent: Extent, reason: Eviction = Eviction.EXTENT_MOVED) -> None:
         """Evict every slot of an extent in which none is leased or being written; it is spare afterwards."""
         stride = extent.slab.slot_bytes
         for offset in extent.offsets(self.extent_bytes):

@@ -6,7 +6,7 @@ offset to count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
+from enum import Enum, StrEnum
 
 from kvoffload.errors import ProtocolError
 from kvoffload_node.index.eviction import coldest_slot, coldest_unleased
@@ -28,7 +28,7 @@ class Supply(Enum):
     """No extent can be had: evict a slot of the slab itself."""
 
 
-class Shortage:
+class Shortage(StrEnum):
     """Why a reservation brings fewer slots than were asked for; on the wire in `Reserved.reason`."""
 
     QUOTA_LIMIT = "QuotaLimit"
@@ -38,7 +38,7 @@ class Shortage:
     ALL_LEASED = "AllLeased"
     """Every slot is leased, being written, or guaranteed to others."""
     STATE_FULL = "StateFull"
-    """The disk of the state folder has no room for the records of more slots."""
+    """The disk of the state folder does not take the records of more slots."""
     RECOVERING = "Recovering"
     """An engine of before the restart has not yet said what it holds: nothing is evicted until it has, or is dead."""
 

@@ -14,8 +14,10 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from kvoffload.errors import PagesUnavailable, RegionUnusable
+from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
+from kvoffload_node.failures import Failures, Part, explain
 from kvoffload_node.host.numa import NumaNode
 from kvoffload_node.index.journal import UNCUT
 from kvoffload_node.index.quotas import Account
@@ -64,6 +66,7 @@ class ExtentPool:
         reservation: Reservation,
         revoke: Callable[[Tenant, list[int]], Awaitable[None]],
         plan_node: Callable[[Mapping[int, int]], NumaNode | None],
+        failures: Failures,
     ) -> None:
         """`revoke(tenant, positions)` returns when no client of the tenant can touch these extents.
 
@@ -72,8 +75,9 @@ class ExtentPool:
         self.num_extents = num_extents
         self.extent_bytes = extent_bytes
         self.tenants: dict[str, Tenant] = {}
-        self.problem = ""
-        """Why an extent could not be allocated when last tried, empty if it could."""
+        self.problem: KVOffloadError | None = None
+        """Why an extent could not be allocated when last tried (PagesUnavailable, RegionUnusable); None if it could."""
+        self._failures = failures
         self._plan_node = plan_node
         self._reservation = reservation
         self._revoke = revoke
@@ -83,6 +87,8 @@ class ExtentPool:
         self.num_by_node: Counter[int] = Counter()
         """Extents that were given to each NUMA node since the daemon's start."""
         self._moves: set[asyncio.Task[None]] = set()
+        self._move_again_at = 0.0
+        """Pages that could not be given back are tried again then, by the loop's clock."""
 
     @property
     def num_allocated(self) -> int:
@@ -132,10 +138,10 @@ class ExtentPool:
                     await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self.problem else None)
                 self._wake.clear()
                 while self.surplus and self._begin_move(None, before=1 << 62, account=None):
-                    pass
+                    pass  # until each extent that can go is on its way
                 # Whoever starves comes first: an extent that was taken back for it must not become another's headroom.
                 for tenant in sorted(self.tenants.values(), key=lambda tenant: tenant.starving is None):
-                    while tenant.is_abandoned and tenant.index.spare:
+                    while tenant.is_abandoned and tenant.index.spare and self._may_move:
                         self._move(tenant, tenant.index.spare.pop())
                     await self._provide(tenant)
         finally:
@@ -161,28 +167,38 @@ class ExtentPool:
         self._growing = tenant
         try:
             if not tenant.index.journal.make_room(position, UNCUT):
-                raise RegionUnusable(f"no room on the disk for {tenant.index.journal.path}; free some")
+                raise RegionUnusable(tenant.index.journal.refusal)
             self._reservation.resize(unallocated * self.extent_bytes)
             node = self._plan_node(self.num_by_node)
             cpus = node.cpus if node else frozenset()
             await asyncio.to_thread(tenant.file.allocate, position * self.extent_bytes, self.extent_bytes, cpus)
-        except (PagesUnavailable, RegionUnusable) as error:
+        except (PagesUnavailable, RegionUnusable, OSError) as error:
             tenant.positions.discard(position)
             self._reserve_rest()
-            if self.problem != str(error):
-                log.warning("an extent could not be allocated: %s", error)
-            self.problem = str(error)
+            self._note_problem(error, tenant.file.path)
             return False
         finally:
             self._growing = None
-        self.problem = ""
+        self.problem = None
         if node is not None:
             self.num_by_node[node.number] += 1
         tenant.index.add_spare(position)
         return True
 
+    def _note_problem(self, error: KVOffloadError | OSError, path: Path) -> None:
+        told = RegionUnusable(explain(error, path)) if isinstance(error, OSError) else error
+        if str(told) != str(self.problem):
+            log.warning("an extent could not be allocated: %s", told)
+        self.problem = told
+
+    @property
+    def _may_move(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._move_again_at
+
     def _begin_move(self, needy: Tenant | None, *, before: int, account: Account | None) -> bool:
         """Begin to take an extent from a tenant other than `needy`: a spare one, or the coldest older than `before`."""
+        if not self._may_move:
+            return False
         others = [
             tenant
             for tenant in self.tenants.values()
@@ -211,10 +227,23 @@ class ExtentPool:
         move.add_done_callback(self._moves.discard)
 
     async def _give_back(self, tenant: Tenant, position: int, needs: "tuple[Tenant, int, Account] | None") -> None:
-        """Return an extent that belongs to no slab and is no longer spare: revoke, then punch."""
+        """Return an extent that belongs to no slab and is no longer spare: revoke, then punch. One that cannot be
+        punched has its pages still, and is spare again."""
         await self._revoke(tenant, [position])
         tenant.index.journal.extent(position, 0)
-        await asyncio.to_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
+        try:
+            await asyncio.to_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
+        except (RegionUnusable, OSError) as error:
+            tenant.moving.discard(position)
+            tenant.index.add_spare(position)
+            self._move_again_at = asyncio.get_running_loop().time() + RETRY_SECONDS
+            self._failures.note(
+                Part.EXTENT,
+                f"{self.extent_bytes} bytes of pages could not be given back and are tried again every "
+                f"{RETRY_SECONDS:g} s: {error}; see the node's kernel log",
+            )
+            return
+        self._failures.clear(Part.EXTENT)
         tenant.moving.discard(position)
         tenant.positions.discard(position)
         self._reserve_rest()
@@ -226,8 +255,8 @@ class ExtentPool:
     def _reserve_rest(self) -> None:
         try:
             self._reservation.resize(max(0, self.num_extents - self.num_allocated) * self.extent_bytes)
-        except PagesUnavailable as error:
-            self.problem = str(error)
+        except (PagesUnavailable, RegionUnusable, OSError) as error:
+            self.problem = error if isinstance(error, KVOffloadError) else RegionUnusable(f"reserving pages: {error}")
             log.warning("pages that were given back could not be reserved again: %s", error)
 
     async def give_back_all(self) -> None:
@@ -238,7 +267,10 @@ class ExtentPool:
             if positions:
                 await self._revoke(tenant, positions)
             for position in positions:
-                await asyncio.to_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
+                try:
+                    await asyncio.to_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
+                except (RegionUnusable, OSError) as error:
+                    log.error("pages are free only when the engines that map them end: %s", error)
 
         await asyncio.gather(*(give_back(tenant) for tenant in self.tenants.values()))
 

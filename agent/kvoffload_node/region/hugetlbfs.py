@@ -23,6 +23,7 @@ from pathlib import Path
 from kvoffload.errors import PagesUnavailable, RegionUnusable
 from kvoffload_node.host.numa import running_on
 
+RESERVATION = "reservation"
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -120,9 +121,15 @@ class Reservation:
     def __init__(self, folder: Path, *, is_hugetlbfs: bool) -> None:
         self._is_hugetlbfs = is_hugetlbfs
         self.num_bytes = 0
-        path = folder / f"reservation-{os.getpid()}"
+        path = folder / RESERVATION
+        for left in folder.glob(f"{RESERVATION}*"):  # of a daemon that was killed right here: only one runs in a folder
+            left.unlink(missing_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        path.unlink()
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            os.close(self._descriptor)
+            raise
 
     def resize(self, num_bytes: int) -> None:
         """Keep exactly `num_bytes`. Raises PagesUnavailable if there are not so many; then what was kept stays."""

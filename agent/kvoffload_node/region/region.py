@@ -14,6 +14,7 @@ from kvoffload.api.pool import Fallback, Mode, ReplicatedLayout, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import PagesUnavailable, RefusalReason, RegionUnusable, SessionRefused
 from kvoffload.layout.extents import plan_extent_bytes
+from kvoffload_node.failures import Failures
 from kvoffload_node.host.numa import NumaNode, plan_node, read_allowed_cpus, read_numa_nodes
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.index.catalog import (
@@ -50,12 +51,15 @@ class Region:
         paths: HostPaths,
         revoke: Callable[[Tenant, list[int]], Awaitable[None]],
         uid: str = "",
+        failures: Failures | None = None,
     ) -> None:
         """Open the folder and adopt what an earlier daemon of this boot left. Raises RegionUnusable.
 
         `uid` is the KVOffloadRegion's, empty where there is no API server; what was left for one of another uid is
-        removed. No page is reserved yet: `reserve_pages` does that, and may be tried again.
+        removed. No page is reserved yet: `reserve_pages` does that, and may be tried again. `failures` is told of what
+        fails later.
         """
+        self.failures = failures or Failures()
         self.spec = self._opened_for = spec
         self.mount = mount
         self._paths = paths
@@ -103,6 +107,7 @@ class Region:
             reservation=self._reservation,
             revoke=revoke,
             plan_node=self._plan_node,
+            failures=self.failures,
         )
         for namespace in self.catalog.accounts or ["-"]:
             self._add_account(namespace)
@@ -191,12 +196,15 @@ class Region:
         """Forget an abandoned tenant that holds no extent."""
         del self.extents.tenants[tenant.name]
         self._evicted_bytes += tenant.index.evicted_bytes
-        for thing in (tenant.file, tenant.index.journal):
-            thing.close()
-            thing.unlink()
-        order_path(tenant.index.journal.path).unlink(missing_ok=True)
+        # The catalog first: a file that cannot be removed goes with the next start, an entry without its tenant never.
         self.catalog.tenants = [entry for entry in self.catalog.tenants if entry.number != tenant.number]
         self.catalog.namespaces = [entry for entry in self.catalog.namespaces if entry.tenant != tenant.number]
+        things = (tenant.file, tenant.index.journal)
+        for thing in things:
+            thing.close()
+        for thing in things:
+            thing.unlink()
+        order_path(tenant.index.journal.path).unlink(missing_ok=True)
         self._save()
 
     def account(self, namespace: str) -> Account:
@@ -248,7 +256,7 @@ class Region:
         used = {tenant.name: tenant.index.used_bytes - tenant.index.writing_bytes for tenant in tenants}
         writing = sum(tenant.index.writing_bytes for tenant in tenants)
         slots = dict.fromkeys(("free", "writing", "ready", "leased", "orphaned"), 0)
-        evicted = dict.fromkeys(Eviction.ALL, 0) | self._evicted_bytes
+        evicted = dict.fromkeys(map(str, Eviction), 0) | self._evicted_bytes
         for tenant in tenants:
             index = tenant.index
             slots["free"] += sum(len(extent.free) for extent in index.extents.values())

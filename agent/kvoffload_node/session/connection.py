@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 import msgspec
 
@@ -20,35 +19,18 @@ from kvoffload.protocol.framing import FrameReader, pack_frame
 from kvoffload.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
-    OFFSET_BYTES,
     PROTOCOL_VERSION,
-    Assign,
-    Bind,
-    Bound,
-    Fail,
-    Found,
     FromEngine,
-    Generation,
     Hello,
-    Lookup,
-    Mapped,
     Message,
-    Pin,
-    Reassert,
     Refused,
-    Report,
-    Reserve,
-    Reserved,
-    Revoked,
-    Seal,
-    Unpin,
     Welcome,
 )
-from kvoffload_node.session.engines import SCHEDULER, EndReason, Engine, Pod, Session
+from kvoffload_node.session.engines import SCHEDULER, EndReason, Pod, Session
 from kvoffload_node.session.memory import SEND_BUFFER_BYTES
-from kvoffload_node.session.packing import pack_offsets, unpack_keys, unpack_offsets
-from kvoffload_node.session.readiness import announce, bind, start_generation
+from kvoffload_node.session.readiness import announce
 from kvoffload_node.session.registry import Registry
+from kvoffload_node.session.requests import HANDLERS
 from kvoffload_node.session.turns import TURN_SECONDS
 
 log = logging.getLogger(__name__)
@@ -57,7 +39,6 @@ MAX_UNSENT_BYTES = 1 << 20
 """A peer that does not read is not read from; above this, which pushed messages alone can reach, it is ended."""
 HELLO_SECONDS = 10.0
 """A connection that has not said hello by then is ended, and so is one whose last words are not read by then."""
-_MISS = (-1).to_bytes(OFFSET_BYTES, "little", signed=True)
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 
@@ -66,7 +47,7 @@ class Connection(asyncio.Protocol):
     """Speaks the session protocol with one process of one pod."""
 
     def __init__(self, registry: Registry, pod: Pod) -> None:
-        self._registry = registry
+        self.registry = registry
         self._pod = pod
         self._reader = FrameReader(MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
@@ -90,12 +71,12 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=0)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self._registry.connections.add(self)
+        self.registry.connections.add(self)
         self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._require_hello)
         self._pod.num_connections += 1
-        budget = self._registry.connection_budget
+        budget = self.registry.connection_budget
         budget.total += 1
-        allowed = budget.allowed(len(self._registry.pods))
+        allowed = budget.allowed(len(self.registry.pods))
         if self._pod.num_connections > allowed:
             self.refuse(
                 SessionRefused(
@@ -133,13 +114,13 @@ class Connection(asyncio.Protocol):
             else:
                 self._go_on_reading()
         except ProtocolError as error:
-            self._registry.refusals[RefusalReason.MALFORMED.value] += 1
-            if self._registry.is_first(self._pod, RefusalReason.MALFORMED.value):
+            self.registry.refusals[RefusalReason.MALFORMED.value] += 1
+            if self.registry.is_first(self._pod, RefusalReason.MALFORMED.value):
                 log.warning("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(RefusalReason.MALFORMED.value)
         except OSError as error:
             # of the state folder's disk, or of descriptors: nothing else is opened or written here
-            if self._registry.is_first(self._pod, EndReason.SYSTEM_ERROR):
+            if self.registry.is_first(self._pod, EndReason.SYSTEM_ERROR):
                 log.error("pod %s/%s: connection ended: %s", self._pod.namespace, self._pod.name, error)
             self.end(EndReason.SYSTEM_ERROR)
         except Exception:
@@ -154,7 +135,7 @@ class Connection(asyncio.Protocol):
     def _check_held(self) -> None:
         allowed = self._count_held()
         if allowed is not None and not self._ended:
-            budget, of_pod = self._registry.byte_budget, self._pod.held_bytes
+            budget, of_pod = self.registry.byte_budget, self._pod.held_bytes
             self.refuse(
                 SessionRefused(
                     RefusalReason.TOO_MANY_BYTES,
@@ -169,13 +150,13 @@ class Connection(asyncio.Protocol):
         """Count what this connection holds of the daemon's memory; what the pod may hold, where this made it more."""
         unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
         change = self._reader.num_bytes + unsent - self._held_bytes
-        budget = self._registry.byte_budget
+        budget = self.registry.byte_budget
         self._held_bytes += change
         self._pod.held_bytes += change
         budget.total += change
         if change <= 0:
             return None
-        allowed = budget.allowed(len(self._registry.pods))
+        allowed = budget.allowed(len(self.registry.pods))
         return allowed if self._pod.held_bytes > allowed else None
 
     def _wait_for_turn(self) -> None:
@@ -212,14 +193,14 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio names it
         """The socket is closed, by whichever side."""
-        self._registry.connections.discard(self)
+        self.registry.connections.discard(self)
         self._pod.num_connections -= 1
-        self._registry.connection_budget.total -= 1
+        self.registry.connection_budget.total -= 1
         self._reader = FrameReader()
         self._count_held()
         if self._timer is not None:
             self._timer.cancel()
-        self._registry.disconnected(self._session, self._ended or EndReason.PEER_CLOSED)
+        self.registry.disconnected(self._session, self._ended or EndReason.PEER_CLOSED)
 
     # --- for the registry -------------------------------------------------------------------------------------------
 
@@ -235,8 +216,8 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, error: SessionRefused) -> None:
         """Answer with the reason; after a `Hello` the connection ends."""
-        self._registry.refusals[error.reason.value] += 1
-        if self._registry.is_first(self._pod, error.reason.value):
+        self.registry.refusals[error.reason.value] += 1
+        if self.registry.is_first(self._pod, error.reason.value):
             log.warning("pod %s/%s refused: %s: %s", self._pod.namespace, self._pod.name, error.reason.value, error)
         self.send(Refused(error.reason.value, str(error)[:8000]))
         if self._session is None:
@@ -274,20 +255,16 @@ class Connection(asyncio.Protocol):
             self._on_hello(message)
             return Hello
         kind = type(message)
-        handler = _HANDLERS.get(kind)
+        handler = HANDLERS.get(kind)
         if handler is None:
             raise ProtocolError("a second Hello")
         if session.predecessors:
-            self._registry.confirm(session)
+            self.registry.confirm(session)
         handler(self, session, message)
         return kind
 
     def _on_hello(self, hello: Hello) -> None:
-        session, lock = self._registry.greet(self._pod, hello, self)
-        region = self._registry.region
-        self._session = session
-        self._reader.max_frame_bytes = MAX_FRAME_BYTES
-        descriptors = [lock] if session.rank == SCHEDULER else [self._pod.tenant.file.descriptor, lock]
+        region = self.registry.region
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
             epoch=region.epoch,
@@ -295,11 +272,15 @@ class Connection(asyncio.Protocol):
             extent_bytes=region.extent_bytes,
             daemon_version=__version__,
         )
-        try:
+        session, lock = self.registry.greet(self._pod, hello, self)
+        try:  # a lock that stayed open here would be held as long as the daemon lives
+            self._session = session
+            self._reader.max_frame_bytes = MAX_FRAME_BYTES
+            descriptors = [lock] if session.rank == SCHEDULER else [self._pod.tenant.file.descriptor, lock]
             self._send_with_descriptors(pack_frame(_encode(welcome)), descriptors)
         finally:
             os.close(lock)
-        self._registry.revocations.remind(session)
+        self.registry.revocations.remind(session)
         if session.rank == SCHEDULER:
             announce(session)
 
@@ -315,122 +296,3 @@ class Connection(asyncio.Protocol):
                 sent = 0
         if sent != len(frame):
             self.end(EndReason.PEER_CLOSED)
-
-    def _on_mapped(self, session: Session, _: Mapped) -> None:
-        if session.rank == SCHEDULER:
-            raise ProtocolError("Mapped from a scheduler")
-        self._registry.mapped(session)
-
-    def _on_bind(self, session: Session, message: Bind) -> None:
-        engine = _engine_of_scheduler(session)
-        namespace = bind(
-            engine,
-            self._registry.region,
-            message.none_hash,
-            key_bytes=message.key_bytes,
-            private=message.private,
-        )
-        self.send(Bound(len(namespace.ready)))
-
-    def _on_lookup(self, session: Session, message: Lookup) -> None:
-        engine = session.engine
-        key_bytes = engine.key_bytes
-        namespace = engine.namespaces.get(message.namespace)
-        traffic = self._registry.traffic
-        if namespace is None or not engine.ready or traffic.paused:
-            if key_bytes == 0:
-                raise ProtocolError("Lookup before Bind")
-            count = len(message.keys) // key_bytes
-            self.send(Found(message.request, _MISS * count))
-            traffic.count_lookups(hits=0, misses=count)
-            return
-        keys = unpack_keys(message.keys, key_bytes)
-        offsets = traffic.find(session, namespace, keys)
-        # Answered first, leased next: nothing else is handled between, and the scheduler waits for the answer only.
-        self.send(Found(message.request, pack_offsets(offsets)))
-        traffic.lease_found(session, offsets)
-
-    def _on_pin(self, session: Session, message: Pin) -> None:
-        session.engine.tenant.index.pin(session.holder, unpack_offsets(message.offsets))
-
-    def _on_unpin(self, session: Session, message: Unpin) -> None:
-        session.engine.tenant.index.unpin(session.holder, unpack_offsets(message.offsets))
-
-    def _on_reserve(self, session: Session, message: Reserve) -> None:
-        engine = _engine_of_scheduler(session)
-        offsets, reason = self._registry.traffic.reserve(engine, message.count)
-        self.send(Reserved(message.request, self._registry.region.epoch, pack_offsets(offsets), reason))
-
-    def _on_assign(self, session: Session, message: Assign) -> None:
-        engine = _engine_of_scheduler(session)
-        namespace = engine.namespaces.get(message.namespace)
-        if namespace is None:
-            raise ProtocolError("Assign before Bind")
-        offsets = unpack_offsets(message.offsets)
-        keys = unpack_keys(message.keys, engine.key_bytes)
-        if len(keys) != len(offsets):
-            raise ProtocolError(f"{len(keys)} keys for {len(offsets)} slots")
-        if message.epoch == self._registry.region.epoch:
-            self._registry.traffic.published(
-                engine, engine.tenant.index.assign(engine, namespace, zip(offsets, keys, strict=True))
-            )
-
-    def _on_seal(self, session: Session, message: Seal) -> None:
-        if session.rank == SCHEDULER:
-            raise ProtocolError("Seal from a scheduler")
-        offsets = unpack_offsets(message.offsets)
-        engine = session.engine
-        if message.epoch != self._registry.region.epoch:
-            self._registry.recovery.ended(session, offsets)
-            return
-        self._registry.traffic.published(engine, engine.tenant.index.seal(engine, session.rank, offsets))
-
-    def _on_fail(self, session: Session, message: Fail) -> None:
-        offsets = unpack_offsets(message.offsets)
-        index = session.engine.tenant.index
-        if message.drop:
-            index.drop(session.holder, offsets)
-        elif message.epoch != self._registry.region.epoch:
-            self._registry.recovery.ended(session, offsets)
-        else:
-            index.fail(session.engine, session.rank, offsets)
-
-    def _on_generation(self, session: Session, message: Generation) -> None:
-        start_generation(_engine_of_scheduler(session), self._registry.region, private=message.private)
-        self._registry.forget_namespaces()
-
-    def _on_reassert(self, session: Session, message: Reassert) -> None:
-        registry = self._registry
-        pins, writes = unpack_offsets(message.pins), unpack_offsets(message.writes)
-        registry.recovery.reassert(session, message.epoch, pins, writes, more=message.more)
-        registry.recovery.check(session.engine.tenant, registry.engines.values())
-
-    def _on_revoked(self, session: Session, message: Revoked) -> None:
-        self._registry.revocations.unmapped(session, unpack_offsets(message.extents))
-
-    def _on_report(self, session: Session, message: Report) -> None:
-        self._registry.traffic.report(session, message)
-
-
-# A table of functions and not of bound methods, which would keep every closed connection until the collector comes by.
-_HANDLERS: dict[type, Callable[[Connection, Session, Any], None]] = {
-    Mapped: Connection._on_mapped,
-    Bind: Connection._on_bind,
-    Lookup: Connection._on_lookup,
-    Pin: Connection._on_pin,
-    Unpin: Connection._on_unpin,
-    Reserve: Connection._on_reserve,
-    Assign: Connection._on_assign,
-    Seal: Connection._on_seal,
-    Fail: Connection._on_fail,
-    Generation: Connection._on_generation,
-    Reassert: Connection._on_reassert,
-    Revoked: Connection._on_revoked,
-    Report: Connection._on_report,
-}
-
-
-def _engine_of_scheduler(session: Session) -> Engine:
-    if session.rank != SCHEDULER:
-        raise ProtocolError(f"rank {session.rank} sent what only a scheduler may")
-    return session.engine

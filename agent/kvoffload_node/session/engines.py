@@ -1,6 +1,6 @@
 """Pods, engines and sessions: who they are, what they hold. No sockets here.
 
-Runs in the node daemon; made and changed by `registry.py`, used by `connection.py`, read by `report.py` and
+Runs in the node daemon; made and changed by `registry.py`, used by `connection.py`, read by `status.py` and
 `metrics.py`.
 
     Pod ──< Engine (one incarnation of an engine id) ──< Session (scheduler or rank) ──1 Connection or none

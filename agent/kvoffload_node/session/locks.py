@@ -8,6 +8,7 @@ restarted one.
     <state>/attachments/<number>.json     which engine and rank it is, for a restarted daemon
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvoffload.errors import RegionUnusable
+from kvoffload_node.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +44,26 @@ class Attachments:
     """The folder of attachments."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
+        self._left: set[int] = set()
+        """Numbers of attachments that are forgotten and have files."""
 
     def create(self, entry: AttachmentEntry) -> int:
-        """Journal an attachment and return its locked descriptor, to be passed to the client and then closed."""
-        new = self._folder / f"{entry.number}.json.new"
-        new.write_bytes(msgspec.json.encode(entry))
+        """Journal an attachment and return its locked descriptor, to be passed to the client and then closed.
+
+        Raises OSError; then nothing is left of it.
+        """
         lock = self._lock_path(entry.number)
         descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.replace(self._folder / f"{entry.number}.json")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_whole(self.folder / f"{entry.number}.json", msgspec.json.encode(entry))
+        except BaseException:
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                lock.unlink()
+            raise
         return descriptor
 
     def is_held(self, number: int) -> bool:
@@ -70,9 +81,20 @@ class Attachments:
         return False
 
     def remove(self, number: int) -> None:
-        """Forget an attachment whose client is gone."""
-        (self._folder / f"{number}.json").unlink(missing_ok=True)
+        """Forget an attachment whose client is gone; files that the disk keeps are for `remove_left`."""
+        self._left.add(number)
+        with contextlib.suppress(OSError):
+            self._remove_files(number)
+
+    def remove_left(self) -> None:
+        """Remove what could not be. Raises OSError at the first that still cannot."""
+        for number in list(self._left):
+            self._remove_files(number)
+
+    def _remove_files(self, number: int) -> None:
+        (self.folder / f"{number}.json").unlink(missing_ok=True)
         self._lock_path(number).unlink(missing_ok=True)
+        self._left.discard(number)
 
     def read_all(self) -> Iterator[AttachmentEntry]:
         """Every journaled attachment, the oldest first; leftovers of a kill in the middle of `create` are removed.
@@ -80,10 +102,10 @@ class Attachments:
         A damaged one whose client is gone (a power failure leaves empty files) is removed too. Raises RegionUnusable
         where the client lives: what it may touch is not known.
         """
-        for path in list(self._folder.iterdir()):
+        for path in list(self.folder.iterdir()):
             if path.suffix == ".new" or (path.suffix == ".lock" and not path.with_suffix(".json").exists()):
                 path.unlink()
-        numbered = {int(path.stem): path for path in self._folder.glob("*.json") if path.stem.isdecimal()}
+        numbered = {int(path.stem): path for path in self.folder.glob("*.json") if path.stem.isdecimal()}
         for number, path in sorted(numbered.items()):
             try:
                 yield msgspec.json.decode(path.read_bytes(), type=AttachmentEntry)
@@ -97,4 +119,4 @@ class Attachments:
                 self.remove(number)
 
     def _lock_path(self, number: int) -> Path:
-        return self._folder / f"{number}.lock"
+        return self.folder / f"{number}.lock"

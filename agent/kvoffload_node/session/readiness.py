@@ -1,7 +1,7 @@
 """When an engine may be served: all its ranks have mapped, the row is planned, the scheduler has bound its namespaces.
 
-Runs in the node daemon, called by `registry.py` and `connection.py`. Until then, and again when a rank is lost, every
-look-up is a miss and nothing is stored.
+Runs in the node daemon, called by `registry.py`, `connection.py` and `requests.py`. Until then, and again when a rank
+is lost, every look-up is a miss and nothing is stored.
 """
 
 import hashlib

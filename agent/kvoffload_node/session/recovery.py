@@ -49,6 +49,7 @@ class Recovery:
             account = self._region.account(entry.pod_namespace)
             uid, namespace, name = entry.pod_uid, entry.pod_namespace, entry.pod_name
             pod = Pod(uid, namespace, name, entry.predicted_layout, tenant, account, Turns(self._floor))
+            pod.detached = True  # until the attacher hands it over: it may be gone since
             pods[entry.pod_uid] = pod
         engine = engines.get(entry.engine)
         if engine is None:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, get_args
 
 from kvoffload.api.pool import Mode, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
-from kvoffload.errors import ProtocolError, RefusalReason, SessionRefused
+from kvoffload.errors import RefusalReason, SessionRefused
 from kvoffload.layout.rows import RankPart
-from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, PROTOCOL_VERSION, Drain, FromEngine, Hello
+from kvoffload.protocol.messages import LEFT_ALONE_PREFIX, Drain, FromEngine, Hello
+from kvoffload_node.failures import Part, explain
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.region import Region
+from kvoffload_node.session.admission import check_hello, check_room
 from kvoffload_node.session.engines import SCHEDULER, EndReason, Engine, Pod, Session
 from kvoffload_node.session.locks import AttachmentEntry, Attachments
 from kvoffload_node.session.memory import (
@@ -41,11 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_POD_SHARE = 2
-"""One pod has at most this part of maxEnginesPerNode (rounded up), so that the others find room."""
-MIN_SILENT = 16
-"""So many engines of a pod may live without a connection, or as many as it may have attached: their locks are tested in
-each sweep."""
 MAX_UNCONFIRMED = 16
 """So many earlier attachments a process may hold that says nothing over the newest one; two are what an engine holds
 that meets a daemon's death."""
@@ -154,7 +151,7 @@ class Registry:
 
     def greet(self, pod: Pod, hello: Hello, connection: "Connection") -> tuple[Session, int]:
         """A process says hello: its session, and the locked descriptor to pass to it. Raises SessionRefused."""
-        self._check_hello(hello)
+        check_hello(hello, self.region, draining=self.draining)
         engine = self._engine_for(pod, hello)
         before = engine.sessions.get(hello.rank)
         if before is not None:
@@ -164,7 +161,7 @@ class Registry:
             session.part = RankPart(hello.part, hello.part_bytes)
         if hello.rank != SCHEDULER or engine.is_left_alone:
             session.reason, session.message = hello.reason, hello.message
-        lock = self._attachments.create(
+        lock = self._create_attachment(
             AttachmentEntry(
                 number=session.number,
                 engine=engine.number,
@@ -180,6 +177,8 @@ class Registry:
                 process=hello.process,
             )
         )
+        # Only now: an engine without a session would be forgotten by the sweep, and be found by its id all the same.
+        pod.engines[hello.engine_id] = self.engines[engine.number] = engine
         if before is not None:
             self._succeed(before, session)
         engine.sessions[hello.rank] = session
@@ -191,63 +190,18 @@ class Registry:
             self.region.extents.wake()
         return session, lock
 
-    def _check_room(self, pod: Pod, *, is_left_alone: bool) -> None:
-        """Raise SessionRefused where the node, or the pod, has as many engines as it may have."""
-        limit = self.region.spec.max_engines
-        attached = [e for e in self.engines.values() if e.is_attached and e.is_left_alone == is_left_alone]
-        if len(attached) >= limit and not is_left_alone:
-            raise SessionRefused(
-                RefusalReason.TOO_MANY_ENGINES,
-                f"{len(attached)} engines are attached, maxEnginesPerNode is {limit}; raise it or run fewer engines on "
-                "this node",
-            )
-        of_pod, share = sum(engine.pod is pod for engine in attached), -(-limit // MAX_POD_SHARE)
-        if of_pod >= share:
-            raise SessionRefused(
-                RefusalReason.TOO_MANY_ENGINES_IN_POD,
-                f"{of_pod} engines of this pod are attached, one pod may have {share} of the {limit} that "
-                f"maxEnginesPerNode allows; raise it to at least {MAX_POD_SHARE * of_pod + 1}, or run the engines in "
-                "more pods",
-            )
-        self._check_silent(pod, max(MIN_SILENT, share))
-
-    def _check_silent(self, pod: Pod, allowed: int) -> None:
-        """Raise SessionRefused where too many engines of the pod hold locks and no connection."""
-
-        def silent() -> list[Engine]:
-            return [e for e in self.engines.values() if e.pod is pod and e.sessions and not e.is_attached]
-
-        if len(silent()) < allowed:
-            return
-        for engine in silent():
-            self._end_dead_sessions(engine)
-        if (left := len(silent())) >= allowed:
-            raise SessionRefused(
-                RefusalReason.TOO_MANY_ENGINES_IN_POD,
-                f"{left} engines of this pod live without a connection, allowed are {allowed}; end their processes",
-            )
-
-    def _check_hello(self, hello: Hello) -> None:
-        if not hello.protocol_min <= PROTOCOL_VERSION <= hello.protocol_max:
-            raise SessionRefused(
-                RefusalReason.PROTOCOL_VERSION,
-                f"the engine speaks protocol {hello.protocol_min} to {hello.protocol_max}, this daemon "
-                f"{PROTOCOL_VERSION}; recreate the pod so that it gets this daemon's library",
-            )
-        if self.draining:
-            raise SessionRefused(RefusalReason.DRAINING, self.draining)
-        if hello.engine_id.startswith(LEFT_ALONE_PREFIX):
-            if hello.rank != SCHEDULER:
-                raise ProtocolError(f"rank {hello.rank} of {hello.engine_id}, which is to be left alone")
-        else:
-            self.region.check_serving()
-        if (hello.role == "scheduler") != (hello.rank == SCHEDULER) or hello.rank >= hello.world_size:
-            raise ProtocolError(f"role {hello.role} with rank {hello.rank} of {hello.world_size}")
-        if hello.rank != SCHEDULER and not hello.part_bytes > 0:
-            raise ProtocolError("a worker's part has no bytes")
+    def _create_attachment(self, entry: AttachmentEntry) -> int:
+        try:
+            lock = self._attachments.create(entry)
+        except OSError as error:
+            why = explain(error, self._attachments.folder)
+            self.region.failures.note(Part.ATTACHMENT, f"engines cannot attach, what they hold cannot be kept: {why}")
+            raise
+        self.region.failures.clear(Part.ATTACHMENT)
+        return lock
 
     def _engine_for(self, pod: Pod, hello: Hello) -> Engine:
-        """The engine that the process belongs to, made if none fits. Raises SessionRefused."""
+        """The engine that the process belongs to, or a new one that nobody knows yet. Raises SessionRefused."""
         engine = pod.engines.get(hello.engine_id)
         if engine is not None:
             self._end_dead_sessions(engine)
@@ -262,9 +216,15 @@ class Registry:
                     f"{engine.identity.hex()[:12]}; this process says {hello.world_size} ranks and identity "
                     f"{hello.identity.hex()[:12]}",
                 )
-        self._check_room(pod, is_left_alone=hello.engine_id.startswith(LEFT_ALONE_PREFIX))
+        check_room(
+            pod,
+            self.engines.values(),
+            self.region.spec.max_engines,
+            is_left_alone=hello.engine_id.startswith(LEFT_ALONE_PREFIX),
+            end_dead_sessions=self._end_dead_sessions,
+        )
         number = self.region.next_number()
-        engine = Engine(
+        return Engine(
             number=number,
             storer=number,
             world_size=hello.world_size,
@@ -272,8 +232,6 @@ class Registry:
             engine_id=hello.engine_id,
             identity=hello.identity,
         )
-        pod.engines[hello.engine_id] = self.engines[number] = engine
-        return engine
 
     def _succeed(self, before: Session, session: Session) -> None:
         """The same process has connected again: what it held stays held, until it says what it still needs."""
@@ -334,7 +292,10 @@ class Registry:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Ask the kernel about sessions without a connection; end quarantines that are over; forget what is gone."""
+        """Ask the kernel about sessions without a connection; end quarantines that are over; forget what is gone.
+
+        Raises OSError where a file could not be removed, or a lock not be asked: the next sweep goes on.
+        """
         for engine in list(self.engines.values()):
             self._end_dead_sessions(engine)
         self._end_quarantines()
@@ -358,6 +319,7 @@ class Registry:
             self.region.extents.abandon(tenant)
             if not tenant.positions:
                 self.region.remove_tenant(tenant)
+        self._attachments.remove_left()
 
     def forget_namespaces(self) -> None:
         """Drop namespaces that nobody is bound to and that hold nothing: an engine's end or generation leaves some."""

@@ -15,6 +15,7 @@ import msgspec
 from kvoffload.errors import KVOffloadError, ProtocolError, RefusalReason
 from kvoffload.protocol.framing import FrameReader, receive_with_descriptors, send_frame
 from kvoffload.protocol.messages import Attached, AttachPod, DetachPod, FromAttacher, Message, Refused
+from kvoffload_node.failures import Part
 from kvoffload_node.session.connection import Connection
 from kvoffload_node.session.registry import Registry
 
@@ -24,6 +25,7 @@ _decode = msgspec.msgpack.Decoder(FromAttacher).decode
 _encode = msgspec.msgpack.Encoder().encode
 _ATTACHER_FRAME_BYTES = 1 << 16
 LISTEN_BACKLOG = 1024
+RETRY_SECONDS = 1.0
 ACCEPTS_PER_ROUND = 16
 """Connections of one pod that are accepted before the others have their turn."""
 
@@ -50,7 +52,14 @@ class Server:
             listening.setblocking(False)
             loop = asyncio.get_running_loop()
             while True:
-                peer, _ = await loop.sock_accept(listening)
+                try:
+                    peer, _ = await loop.sock_accept(listening)
+                except OSError as error:  # of descriptors: the connection waits in the queue
+                    why = f"{error}; {len(self._registry.connections)} connections of engines are open"
+                    self._registry.region.failures.note(Part.HAND_OFF, f"the attacher cannot be heard: {why}")
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                self._registry.region.failures.clear(Part.HAND_OFF)
                 task = loop.create_task(self._serve_attacher(peer))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -103,6 +112,8 @@ class Server:
             await self._attach(message, listening)
         except (KVOffloadError, OSError) as error:
             listening.close()
+            if message.pod_uid not in self._pods:
+                self._registry.remove_pod(message.pod_uid)  # it may never be tried again
             log.warning("pod %s/%s could not be attached: %s", message.namespace, message.name, error)
             return Refused(RefusalReason.NOT_READY.value, str(error))
         return Attached(message.pod_uid)

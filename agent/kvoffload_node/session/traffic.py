@@ -1,9 +1,8 @@
 """What engines do all day: look up, reserve, seal; and the counters of it.
 
-Runs in the node daemon, called by `connection.py` for each message.
+Runs in the node daemon, called by `requests.py` for each message.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,11 @@ from itertools import repeat
 
 from kvoffload.errors import RefusalReason
 from kvoffload.protocol.messages import Report
+from kvoffload_node.failures import Part
 from kvoffload_node.index.slots import Namespace
 from kvoffload_node.region.extents import HEADROOM_EXTENTS
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import Engine, Session
-
-log = logging.getLogger(__name__)
 
 MIN_WRITES = 256
 """So many slots any engine may have reserved and not sealed; above, at most `MAX_WRITE_SHARE` of the capacity."""
@@ -78,7 +76,6 @@ class Traffic:
         if allowed <= 0:
             return [], RefusalReason.RATE.value
         extents, index = self._region.extents, tenant.index
-        disk_was_full = index.is_disk_full
         offsets, reason = index.reserve(
             slab,
             min(count, allowed),
@@ -88,8 +85,9 @@ class Traffic:
         )
         if len(index.spare) < HEADROOM_EXTENTS:
             extents.wake()
-        if index.is_disk_full and not disk_was_full:
-            log.error("the disk has no room for more records in %s: less is stored until it has", index.journal.path)
+        if index.is_disk_full:
+            why = index.journal.refusal
+            self._region.failures.note(Part.RECORDS, f"records of more slots cannot be written, less is stored: {why}")
         return offsets, reason or (RefusalReason.RATE.value if len(offsets) < count else "")
 
     def published(self, engine: Engine, offsets: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.api.keys import (
+    ATTACHER_PORT,
     DAEMON_METRICS_PORT,
     DAEMON_NODE_LABEL_VALUE,
     DAEMON_OF_LABEL,
@@ -24,7 +25,6 @@ Manifest = dict[str, Any]
 SPEC_HASH_ANNOTATION = "kvoffload.io/spec-hash"
 """Digest of what was applied: equal means that nothing needs to be written."""
 
-ATTACHER_PORT = 9421
 STATE_ROOT = "/var/lib/kvoffload/pools"
 MANAGED_MOUNT_ROOT = "/var/lib/kvoffload/mounts"
 TERMINATION_GRACE_SECONDS = 60

@@ -203,7 +203,7 @@ def test_series_of_the_rules_tests_are_such_as_the_code_emits() -> None:
     values = {
         "reason": {
             *(reason.value for reason in RefusalReason),
-            *Eviction.ALL,
+            *Eviction,
             *UNATTACHED_REASONS,
             *PoolReason,
             *RegionReason,

@@ -1,11 +1,12 @@
 """The slot journal: what was written is read back, and what was torn is not believed."""
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvoffload_node.index.journal import RECORD_BYTES, UNCUT, SlotState, TenantJournal
+from kvoffload_node.index.journal import _EXTENT, _RECORD, RECORD_BYTES, UNCUT, SlotState, TenantJournal
 
 EXTENT_BYTES = 65536
 SLOT_BYTES = 8192
@@ -74,3 +75,31 @@ def test_an_extent_without_pages_is_not_there(journal: TenantJournal) -> None:
     journal.extent(1, SLOT_BYTES)
     journal.extent(1, 0)
     assert journal.read_extents() == {}
+
+
+@pytest.mark.parametrize("at", [4, 12], ids=["namespace", "number"])
+def test_a_record_whose_epoch_alone_is_another_is_not_believed(journal: TenantJournal, at: int) -> None:
+    """The epoch is the upper half of both numbers, and a restart makes all of them differ there alone."""
+    begin = _EXTENT.size
+    journal.extent(0, SLOT_BYTES)
+    journal.ready(0, SLOT_BYTES, namespace=5 << 32 | 3, account=2, storer=5 << 32 | 9, key=b"key" * 10)
+    content = bytearray(journal.path.read_bytes())
+    field = slice(begin + at, begin + at + 8)
+    number = int.from_bytes(content[field], "little")
+    assert number >> 32 == 5
+    content[field] = (number ^ 3 << 32).to_bytes(8, "little")
+    journal.path.write_bytes(content)
+    assert next(journal.read_slots(0, SLOT_BYTES)).state is SlotState.ORPHANED
+
+
+def test_records_of_a_daemon_of_before_are_served(journal: TenantJournal) -> None:
+    """An update leaves the cache warm."""
+    journal.extent(0, SLOT_BYTES)
+    namespace, account, storer, key = 5 << 32 | 3, 2, 5 << 32 | 9, b"key" * 10
+    checksum = zlib.crc32(key, (namespace * 1_000_003 + account * 8_191 + storer * 131 + SlotState.READY) & 0xFFFFFFFF)
+    content = bytearray(journal.path.read_bytes())
+    _RECORD.pack_into(content, _EXTENT.size, SlotState.READY, len(key), account, namespace, storer, key, checksum)
+    journal.path.write_bytes(content)
+    record = next(journal.read_slots(0, SLOT_BYTES))
+    assert (record.state, record.namespace, record.number) == (SlotState.READY, namespace, storer)
+    assert (record.account, record.key) == (account, key)

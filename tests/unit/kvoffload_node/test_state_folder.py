@@ -14,7 +14,9 @@ from kvoffload.api.pool import Fallback, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import RegionUnusable
 from kvoffload_node import daemon as daemon_module
+from kvoffload_node import spec_source
 from kvoffload_node.daemon import Daemon
+from kvoffload_node.failures import Failures
 from kvoffload_node.settings import NodeSettings
 from kvoffload_node.state_folder import StateFolder
 
@@ -27,7 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     daemon = Daemon(
         NodeSettings(pool=pool, node_name="n", state=tmp_path, hugepages=MOUNT, handoff=tmp_path, metrics_port=0)
     )
-    daemon._spec = KVOffloadRegionSpec(
+    daemon.source.spec = KVOffloadRegionSpec(
         pool_name=pool,
         node_name="n",
         capacity_bytes=16 << 20,
@@ -86,18 +88,18 @@ def test_what_is_in_the_way_is_named_and_once_it_is_gone_the_region_opens(
     running.region.close()
 
 
-@pytest.mark.parametrize("name", ["region.json", "region.new"])
+@pytest.mark.parametrize("name", ["region.json", "region.json.new"])
 async def test_a_spec_that_cannot_be_kept_is_taken_said_and_kept_later(
     daemon: Daemon, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(daemon_module, "RETRY_SECONDS", 0.01)
-    spec, daemon._spec = daemon._spec, None
+    monkeypatch.setattr(spec_source, "RETRY_SECONDS", 0.01)
+    spec, daemon.source.spec = daemon.source.spec, None
     assert spec is not None
     obstacle = tmp_path / name
     put_folder(obstacle)
     assert daemon._state.read_last() is None
-    daemon._take_spec(spec)
-    assert daemon._spec_changed.is_set(), "the region is opened all the same"
+    daemon.source.take_spec(spec)
+    assert daemon.source.changed.is_set(), "the region is opened all the same"
     assert f"the last spec cannot be written: {obstacle}" in caplog.text
     degraded = daemon.findings()[-1]
     assert (degraded.holds, degraded.reason) == (True, "RegionUnusable")
@@ -162,4 +164,5 @@ async def test_a_state_folder_that_cannot_be_locked_is_one_message(
     ],
 )
 def test_every_cause_has_its_remedy(number: int, remedy: str, tmp_path: Path) -> None:
-    assert StateFolder(tmp_path).explain(OSError(number, "x")) == f"{tmp_path}: {os.strerror(number)}; {remedy}"
+    explained = StateFolder(tmp_path, Failures()).explain(OSError(number, "x"))
+    assert explained == f"{tmp_path}: {os.strerror(number)}; {remedy}"
