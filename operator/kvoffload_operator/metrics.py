@@ -16,8 +16,19 @@ _build_info.labels(version=__version__).set(1)
 
 injections_total = Counter(
     "kvoffload_operator_injections",
-    "Admission requests by result (injected, unchanged, skipped, error, invalid), the skipped by reason",
+    "Admission requests about pods by result (injected, unchanged, skipped, error, invalid), the skipped by reason",
     ["result", "reason"],
+    registry=registry,
+)
+unread_command_lines_total = Counter(
+    "kvoffload_operator_unread_command_lines",
+    "Pods whose command lines, with variables put in, are too long to be read to their end: the engine decides alone",
+    registry=registry,
+)
+pool_validations_total = Counter(
+    "kvoffload_operator_pool_validations",
+    "Admission requests about pools by result (allowed, refused, error, invalid)",
+    ["result"],
     registry=registry,
 )
 admission_duration_seconds = Histogram(
@@ -87,6 +98,8 @@ certificate_validity_seconds = Gauge(
 
 def begin_injections() -> None:
     """Show every result as 0; for the webhook, at its start."""
+    for result in ("allowed", "refused", "error", "invalid"):
+        pool_validations_total.labels(result=result)
     for result in ("injected", "unchanged", "error", "invalid"):
         injections_total.labels(result=result, reason="")
     for reason in SkipReason:
