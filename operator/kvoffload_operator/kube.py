@@ -287,10 +287,13 @@ class KubeClient:
             raise ApiServerError(0, type(error).__name__, f"{method} {path}: {error}") from error
         try:
             answer = json.loads(raw) if raw else {}
-        except ValueError:
-            answer = {"message": raw[:200].decode(errors="replace")}
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            text = raw[:200].decode(errors="replace")
+            raise ApiServerError(response.status, "NoObject", f"{method} {path}: answered what is no object: {text}")
         if not 200 <= response.status < 300:
             raise ApiServerError(
                 response.status, str(answer.get("reason", "")), f"{method} {path}: {answer.get('message')}"
             )
-        return dict(answer)
+        return answer

@@ -51,6 +51,12 @@ reconcile_errors_total = Counter(
     ["kind"],
     registry=registry,
 )
+unexpected_errors_total = Counter(
+    "kvoffload_operator_unexpected_errors",
+    "Errors that no task of the operator expects (pool, pod, resync, webhook, sweep): each is logged and tried again",
+    ["task"],
+    registry=registry,
+)
 unattached_pods = Gauge(
     "kvoffload_operator_unattached_pods",
     "Running opted-in pods that were not injected, or none of whose engines has spoken to a daemon, by reason",
@@ -108,6 +114,8 @@ def begin_injections() -> None:
 
 def begin_reconciliations() -> None:
     """Show every kind's errors as 0; for the operator, at its start."""
+    for task in ("pool", "pod", "resync", "webhook", "sweep"):
+        unexpected_errors_total.labels(task=task)
     for kind in ("pool", "pod"):
         reconcile_errors_total.labels(kind=kind)
 

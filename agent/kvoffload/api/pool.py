@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 from kvoffload.api.conditions import MAX_CONDITIONS, Condition
 from kvoffload.api.model import (
     DNS_LABEL_PATTERN,
+    MAX_BYTE_COUNT,
     ApiModel,
     ApiObject,
     Count,
@@ -211,6 +212,15 @@ _NEAREST = f"({_CAPACITY} < {_PAGE} ? 1 : {_CAPACITY} / {_PAGE})"
 _GUARANTEED = f"self.quotas.map(q, {_bytes('q.guaranteed')}).sum()"
 
 SPEC_RULES: list[dict[str, str]] = [
+    {
+        # compared as a quantity: what is more than int64 has no exact int to compare
+        "rule": f"type(self.capacity) == int ? int(self.capacity) <= {MAX_BYTE_COUNT} : "
+        "quantity(self.capacity).compareTo(quantity('1Ei')) <= 0",
+        "messageExpression": "'%s is more than 1Ei, the most that a node can give: lower capacity'"
+        ".format([self.capacity])",
+        "message": "capacity must not exceed 1Ei: lower it",
+        "fieldPath": ".capacity",
+    },
     {
         "rule": f"{_is_whole('self.capacity')} && {_CAPACITY} > 0 && {_CAPACITY} % {_PAGE} == 0",
         # one format() of a literal: the cost of concatenating what it gives would be taken for boundless

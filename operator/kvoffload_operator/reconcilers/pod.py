@@ -12,7 +12,8 @@ from datetime import datetime, timedelta
 from kvoffload.api.keys import POOL_LABEL, SKIP_REASON_ANNOTATION, PredictedLayout, SkipReason
 from kvoffload.api.region import LEFT_ALONE, MAX_ENGINES, KVOffloadRegion, RegionEngine, region_name
 from kvoffload_operator.events import EventRecorder, PodEvent, Regarding
-from kvoffload_operator.observe import ClusterView, ObservedPod
+from kvoffload_operator.observe import ObservedPod
+from kvoffload_operator.view import ClusterView
 
 UNATTACHED_REASONS: tuple[str, ...] = (*SkipReason, PodEvent.MISSED_BY_WEBHOOK, PodEvent.UNATTACHED)
 """Every reason of `count_unattached`."""

@@ -8,8 +8,10 @@ Errors accumulate: all of them are told at once. Called by the validating webhoo
 import re
 from dataclasses import dataclass
 
-from kvoffload.api.model import LABEL_KEY_PATTERN
+from kvoffload.api.model import LABEL_KEY_PATTERN, MAX_BYTE_COUNT
 from kvoffload.api.pool import (
+    MAX_POOL_NAME_LENGTH,
+    POOL_NAME_PATTERN,
     Fallback,
     HugetlbfsMount,
     KVOffloadPoolSpec,
@@ -59,9 +61,20 @@ def validate_pool_spec(spec: KVOffloadPoolSpec) -> Validation:
     return Validation(tuple(errors), tuple(pool_warnings(spec)))
 
 
+def validate_pool_name(name: str) -> list[FieldError]:
+    """A DNS label: regions, labels and folders on the nodes are named by it."""
+    if len(name) <= MAX_POOL_NAME_LENGTH and re.match(POOL_NAME_PATTERN, name):
+        return []
+    found = f"{name!r} must be a DNS label (lower case letters, digits and -) of at most {MAX_POOL_NAME_LENGTH} "
+    return [FieldError("metadata.name", f"{found}characters, it has {len(name)}: make a pool of another name")]
+
+
 def validate_capacity(spec: KVOffloadPoolSpec) -> list[FieldError]:
-    """A positive multiple of the page size."""
+    """A positive multiple of the page size, and no more than a region can say."""
     page_bytes = spec.page_size.num_bytes
+    if spec.capacity > MAX_BYTE_COUNT:
+        found = f"{spec.capacity} bytes is more than {MAX_BYTE_COUNT} (1Ei), the most that a node can give: lower it"
+        return [FieldError("spec.capacity", found)]
     if spec.capacity > 0 and spec.capacity % page_bytes == 0:
         return []
     below, above = nearest_multiples(spec.capacity, page_bytes)
