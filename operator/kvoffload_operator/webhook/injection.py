@@ -34,12 +34,11 @@ from kvoffload.api.keys import (
     SkipReason,
     ready_node_label,
 )
-from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout
+from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout, allows_namespace
 from kvoffload_operator.webhook.command_line import CommandLine, Launch, parse_command_line
 from kvoffload_operator.webhook.limits import find_excess
 from kvoffload_operator.webhook.prediction import EngineFacts, Prediction, find_refusal, predict_layout
 from kvoffload_operator.webhook.text_budget import TextBudget
-from kvoffload_operator.webhook.validation import selects
 
 Manifest = Mapping[str, Any]
 Operation = dict[str, Any]
@@ -47,7 +46,6 @@ Operation = dict[str, Any]
 PREFERENCE_WEIGHT = 50
 KEPT_PYTHONPATH = "KVOFFLOAD_USER_PYTHONPATH"
 KEPT_PLUGINS = "KVOFFLOAD_USER_VLLM_PLUGINS"
-SYSTEM_NAMESPACE = "kube-system"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +138,8 @@ def _inject(pod: Manifest, facts: PoolFacts, spec: KVOffloadPoolSpec, lines: Seq
 def _pool_refusal(facts: PoolFacts) -> tuple[SkipReason, str] | None:
     if facts.spec is None:
         return SkipReason.POOL_NOT_FOUND, f"there is no KVOffloadPool {facts.name!r}"
-    selector = facts.spec.namespace_selector
-    if selector is None:
-        allowed = facts.namespace not in (SYSTEM_NAMESPACE, facts.operator_namespace)
-    else:
-        allowed = selects(selector, dict(facts.namespace_labels))
-    if not allowed:
+    selector, labels = facts.spec.namespace_selector, facts.namespace_labels
+    if not allows_namespace(selector, facts.namespace, labels, operator_namespace=facts.operator_namespace):
         return SkipReason.NAMESPACE_NOT_ALLOWED, f"pool {facts.name} does not allow namespace {facts.namespace}"
     if facts.spec.mode is Mode.PAUSED:
         return SkipReason.POOL_PAUSED, f"pool {facts.name} is paused"

@@ -162,23 +162,3 @@ def pool_warnings(spec: KVOffloadPoolSpec) -> list[str]:
     if spec.mode is Mode.OBSERVE:
         warnings.append("spec.mode Observe makes nothing: it only reports what nodes would give")
     return warnings
-
-
-def selects(selector: LabelSelector, labels: dict[str, str]) -> bool:
-    """Whether a label selector matches these labels."""
-    if any(labels.get(key) != value for key, value in selector.match_labels.items()):
-        return False
-    for requirement in selector.match_expressions:
-        value = labels.get(requirement.key)
-        match requirement.operator:
-            case "In":
-                holds = value in requirement.values
-            case "NotIn":
-                holds = value not in requirement.values
-            case "Exists":
-                holds = value is not None
-            case _:
-                holds = value is None
-        if not holds:
-            return False
-    return True

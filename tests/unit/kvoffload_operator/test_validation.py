@@ -3,11 +3,9 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvoffload.api.pool import KVOffloadPoolSpec, LabelSelector
-from kvoffload_operator.webhook.validation import label_key_error, selects, validate_pool_spec
+from kvoffload.api.pool import KVOffloadPoolSpec
+from kvoffload_operator.webhook.validation import label_key_error, validate_pool_spec
 from operator_builders import spec_of
 
 
@@ -75,29 +73,6 @@ def test_what_may_surprise_is_a_warning(field: str) -> None:
 )  # fmt: skip
 def test_label_keys_are_kubernetes_own(key: str, good: bool) -> None:
     assert (label_key_error(key) == "") is good
-
-
-LABELS = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xyz"), max_size=3)
-
-
-@given(LABELS, st.sampled_from("abc"), st.lists(st.sampled_from("xyz"), min_size=1, max_size=2))
-def test_each_operator_is_the_opposite_of_its_negation(labels: dict[str, str], key: str, values: list[str]) -> None:
-    def holds(operator: str, given: list[str]) -> bool:
-        expression = {"key": key, "operator": operator, "values": given}
-        return selects(LabelSelector.model_validate({"matchExpressions": [expression]}), labels)
-
-    assert holds("In", values) is not holds("NotIn", values)
-    assert holds("Exists", []) is not holds("DoesNotExist", [])
-    assert holds("In", values) == (labels.get(key) in values)
-
-
-@given(LABELS, LABELS)
-def test_an_empty_selector_selects_everything_and_labels_must_all_match(
-    labels: dict[str, str], wanted: dict[str, str]
-) -> None:
-    assert selects(LabelSelector(), labels)
-    selector = LabelSelector.model_validate({"matchLabels": wanted})
-    assert selects(selector, labels) == (wanted.items() <= labels.items())
 
 
 def test_the_model_takes_what_the_validator_must_judge() -> None:
