@@ -89,6 +89,11 @@ class ApiServerError(KVOffloadError):
         return self.status == 409
 
     @property
+    def is_invalid(self) -> bool:
+        """400 or 422: what was written cannot be, and trying again does not help."""
+        return self.status in (400, 422)
+
+    @property
     def is_namespace_ending(self) -> bool:
         """403, though not for want of a right: nothing new is made in a namespace that is being deleted."""
         return self.status == 403 and "is being terminated" in str(self)

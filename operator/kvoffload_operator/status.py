@@ -38,7 +38,7 @@ from kvoffload_operator.policies.pool import PoolViolation
 
 MAX_MESSAGE_NODES = 3
 MAX_PROBLEM_MESSAGE = 1024
-MAX_ERROR_MESSAGE = 300
+MAX_ERROR_MESSAGE = 600
 AS_TOLD = frozenset({PoolReason.OBSERVING, PoolReason.PAUSED, PoolReason.ROLLOUT_IN_PROGRESS})
 """Reasons of a condition that is False because the pool does what its administrator said: no warning."""
 PAGES_REFUSED = frozenset({RegionReason.PAGES_UNAVAILABLE, RegionReason.CGROUP_LIMIT, RegionReason.NO_HUGETLBFS})
@@ -84,10 +84,10 @@ def build_invalid_status(pool: ObservedPool, problem: str, now: datetime) -> KVO
 
 
 def build_failed_status(pool: ObservedPool, error: Exception, now: datetime) -> KVOffloadPoolStatus:
-    """Status of a pool whose pass raised what nobody expected: what was there stays, and Ready says so."""
+    """Status of a pool whose pass raised what trying again may not mend: what was there stays, and Ready says so."""
     message = (
         f"the operator failed at this pool ({type(error).__name__}: {str(error)[:MAX_ERROR_MESSAGE]}) and tries again: "
-        "its log has the traceback; nodes keep what they were told last"
+        "see its log; nodes keep what they were told last"
     )
     return _build_unacted_status(pool, PoolReason.RECONCILE_FAILED, message, now)
 

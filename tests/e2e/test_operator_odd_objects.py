@@ -44,21 +44,27 @@ def crds_without_rules(plane: ControlPlane) -> Iterator[None]:
         apply(list(build_crds().values()))
 
 
-def test_a_pool_that_no_region_can_hold_says_so_and_another_becomes_ready(control_plane: ControlPlane) -> None:
-    odd, good = "odd", "good"
+def test_pools_that_cannot_be_say_so_and_another_becomes_ready(control_plane: ControlPlane) -> None:
+    """Of each the operator would write what the API server or its own models refuse."""
+    odd: dict[str, tuple[dict[str, Any], str]] = {
+        "too-large": ({"capacity": "4Ei"}, "more than 1152921504606846976 (1Ei)"),
+        "o" * 41: ({}, "of at most 40 characters, it has 41"),
+        "intolerant": ({"tolerations": [{"operator": "Exists", "value": "x"}]}, "spec.tolerations[0].value"),
+    }
     port = free_port()
-    with running_operator(control_plane, "odd-pool", apply_crds="false", metrics_port=str(port), **QUICK) as operator:
+    with running_operator(control_plane, "odd-pools", apply_crds="false", metrics_port=str(port), **QUICK) as operator:
         with crds_without_rules(control_plane):
-            control_plane.apply(pool_manifest(odd, capacity="4Ei"))
-            control_plane.apply(pool_manifest("o" * 41))
-            control_plane.apply(pool_manifest(good))
-            make_ready(control_plane, good)
-            wait_until(lambda: condition(control_plane, odd, "Ready")["reason"] == "InvalidSpec", "it to be said")
-            assert "more than 1152921504606846976 (1Ei)" in condition(control_plane, odd, "Ready")["message"]
-            assert condition(control_plane, "o" * 41, "Ready")["reason"] == "InvalidSpec"
-            for name in (odd, good, "o" * 41):
-                control_plane.kubectl("delete", "kvpool", name)
-            wait_until(lambda: not leftovers(control_plane, [odd, good]), "everything of both to be gone")
+            control_plane.apply(*(pool_manifest(name, **spec) for name, (spec, _) in odd.items()))
+            control_plane.apply(pool_manifest("good"))
+            make_ready(control_plane, "good")
+            for name, (_, message) in odd.items():
+                wait_until(
+                    lambda name=name: condition(control_plane, name, "Ready")["reason"] == "InvalidSpec",  # type: ignore[misc]
+                    f"{name} to be called invalid",
+                )
+                assert message in condition(control_plane, name, "Ready")["message"]
+            control_plane.kubectl("delete", "kvpool", "good", *odd)
+            wait_until(lambda: not leftovers(control_plane, ["good", *odd]), "everything of them to be gone")
         assert operator.process.poll() is None, operator.log.read_text()[-2000:]
         unexpected = [value for name, value in checked_metrics(port).items() if "unexpected_errors_total" in name]
         assert unexpected

@@ -1,7 +1,7 @@
 """Rules of a KVOffloadPool's spec that need more than one field, as CEL: the API server refuses what cannot be.
 
-Pure data; `pool.py` puts them into its models, and so `schema.py` into the CRD. The cost of each is estimated by the API server
-from the bounds of the fields; what it takes for boundless, it refuses.
+Pure data; `pool.py` puts them into its models, and so `schema.py` into the CRD. The API server estimates the cost of
+each from the bounds of the fields; what it takes for boundless, it refuses.
 """
 
 from kvoffload.api.model import MAX_BYTE_COUNT

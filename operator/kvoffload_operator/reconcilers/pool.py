@@ -241,7 +241,7 @@ class PoolReconciler:
     async def reconcile(self, name: str, now: datetime) -> float | None:
         """One pass over one pool; returns seconds after which to come back although nothing changed, or None.
 
-        What nobody expected is said in the pool's condition Ready, and raised.
+        What nobody expected, and what the API server finds invalid, is said in the pool's condition Ready, and raised.
         """
         observed = self._view.pools.get(name)
         if observed is None or observed.deleting:
@@ -249,9 +249,10 @@ class PoolReconciler:
             return None
         try:
             return await self._reconcile_present(observed, now)
-        except (KVOffloadError, TimeoutError):
-            raise
         except Exception as error:
+            passes = isinstance(error, KVOffloadError | TimeoutError)
+            if passes and not (isinstance(error, ApiServerError) and error.is_invalid):
+                raise
             await self._write_status(observed, _if_changed(observed, build_failed_status(observed, error, now)))
             raise
 

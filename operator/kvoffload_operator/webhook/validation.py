@@ -6,6 +6,7 @@ Errors accumulate: all of them are told at once. Called by the validating webhoo
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload.api.model import LABEL_KEY_PATTERN, MAX_BYTE_COUNT
@@ -19,6 +20,7 @@ from kvoffload.api.pool import (
     Mode,
     ReclaimPolicy,
     Sharing,
+    Toleration,
 )
 from kvoffload.units import format_bytes, nearest_multiples
 
@@ -57,6 +59,7 @@ def validate_pool_spec(spec: KVOffloadPoolSpec) -> Validation:
             if (error := label_key_error(key))
         ),
         *validate_selector("spec.namespaceSelector", spec.namespace_selector),
+        *validate_tolerations(spec.tolerations),
     ]
     return Validation(tuple(errors), tuple(pool_warnings(spec)))
 
@@ -133,6 +136,23 @@ def validate_selector(field: str, selector: LabelSelector | None) -> list[FieldE
             errors.append(FieldError(f"{path}.values", f"operator {requirement.operator} needs at least one value"))
         if not takes_values and requirement.values:
             errors.append(FieldError(f"{path}.values", f"operator {requirement.operator} takes no values"))
+    return errors
+
+
+def validate_tolerations(tolerations: Sequence[Toleration]) -> list[FieldError]:
+    """What the API server takes in the daemons' pods: it would refuse the pool's whole DaemonSet for one bad field."""
+    errors = []
+    for index, one in enumerate(tolerations):
+        path = f"spec.tolerations[{index}]"
+        if one.key and (error := label_key_error(one.key)):
+            errors.append(FieldError(f"{path}.key", error))
+        if not one.key and one.operator != "Exists":
+            errors.append(FieldError(f"{path}.operator", "must be Exists where key is empty, which means every taint"))
+        if one.value and one.operator == "Exists":
+            errors.append(FieldError(f"{path}.value", f"must be empty with operator Exists, it is {one.value!r}"))
+        if one.toleration_seconds is not None and one.effect != "NoExecute":
+            found = one.effect or "empty"
+            errors.append(FieldError(f"{path}.effect", f"must be NoExecute with tolerationSeconds, it is {found}"))
     return errors
 
 

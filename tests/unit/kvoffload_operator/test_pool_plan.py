@@ -538,11 +538,18 @@ class ApiServer:
         return manifest
 
 
-async def test_what_nobody_expected_of_a_pool_is_said_in_it_once_and_raised() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ZeroDivisionError("division by zero"),
+        ApiServerError(422, "Invalid", 'DaemonSet "kvoffload-main" is invalid: spec.template'),
+    ],
+)
+async def test_what_trying_again_may_not_mend_is_said_in_the_pool_once_and_raised(error: Exception) -> None:
     class Broken(ApiServer):
         async def apply(self, resource: Resource, manifest: dict[str, Any], **given: Any) -> dict[str, Any]:
             if resource is DAEMONSETS:
-                raise ZeroDivisionError("division by zero")
+                raise error
             return await super().apply(resource, manifest, **given)
 
     server, view = Broken(), ClusterView()
@@ -556,12 +563,12 @@ async def test_what_nobody_expected_of_a_pool_is_said_in_it_once_and_raised() ->
         write_parallelism=1,
     )
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(type(error)):
             await pools.reconcile("main", NOW)
     ((_, written),) = server.applied
     (found,) = written["status"]["conditions"]
     assert (found["type"], found["status"], found["reason"]) == ("Ready", "False", "ReconcileFailed")
-    assert "failed at this pool (ZeroDivisionError: division by zero) and tries again" in found["message"]
+    assert f"failed at this pool ({type(error).__name__}: {error}) and tries again" in found["message"]
     assert [(one["reason"], one["type"]) for one in server.events] == [("ReconcileFailed", "Warning")]
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a pool beyond the schema, all at once; and label selectors."""
+"""What is wrong with a pool beyond the schema, all at once."""
 
 from typing import Any
 
@@ -77,3 +77,21 @@ def test_label_keys_are_kubernetes_own(key: str, good: bool) -> None:
 
 def test_the_model_takes_what_the_validator_must_judge() -> None:
     assert KVOffloadPoolSpec.model_validate({"capacity": 3}).capacity == 3
+
+
+@pytest.mark.parametrize(
+    ("toleration", "error"),
+    [
+        ({"key": "a", "operator": "Exists", "value": "x"}, "spec.tolerations[0].value: must be empty with operator"),
+        ({"key": "", "operator": "Equal"}, "spec.tolerations[0].operator: must be Exists where key is empty"),
+        ({"key": "a b"}, "spec.tolerations[0].key: 'a b' is no label key"),
+        ({"key": "a", "effect": "NoSchedule", "tolerationSeconds": 5}, "must be NoExecute with tolerationSeconds"),
+        ({"operator": "Exists", "tolerationSeconds": 5}, "spec.tolerations[0].effect: must be NoExecute"),
+        ({"operator": "Exists"}, ""),
+        ({"key": "a/b", "operator": "Equal", "value": "x", "effect": "NoExecute", "tolerationSeconds": 0}, ""),
+    ],
+)
+def test_tolerations_are_those_that_a_pod_may_have(toleration: dict[str, Any], error: str) -> None:
+    found = errors(tolerations=[toleration])
+    assert len(found) == bool(error)
+    assert all(error in one for one in found)
