@@ -10,8 +10,9 @@ KVOffloadError
 ├── DaemonUnavailable      no daemon answers in time: the engine goes on without offload
 └── UnsupportedEngine      this vLLM, or its configuration, is one we leave alone
 
-`kvoffload_operator.handlers` alone translates them to kopf, `kvoffload_node.session` alone to answers on a socket,
-`kvoffload_engine.plugin` and `connector` alone to "serve without offload".
+What becomes of them: the operator's tasks log them and try again, a pool's pass says an invalid spec in its condition
+Ready, and kopf sees none of them; `kvoffload_node.session` alone makes them answers on a socket,
+`kvoffload_engine.plugin` and `connector` alone "serve without offload".
 """
 
 from enum import Enum

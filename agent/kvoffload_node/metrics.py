@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvoffload import __version__
-from kvoffload.api.keys import PredictedLayout
-from kvoffload.api.region import LEFT_ALONE
+from kvoffload.api.region import ConfirmedLayout, is_mispredicted
 from kvoffload_node.host.hugepages import read_hugepages
 from kvoffload_node.session.engines import Engine
 from kvoffload_node.session.timing import BUCKETS_SECONDS
@@ -108,7 +107,7 @@ class NodeCollector(Collector):
         yield _gauge("kvoffload_numa_extents", {(str(node),): count for node, count in placed})
         yield _gauge("kvoffload_slab_waste_bytes", {(): figures.waste_bytes})
         engines = Counter(engine.layout or "pending" for engine in registry.engines.values() if engine.is_attached)
-        layouts = ("replicated", "per-rank", "shared", "pending", LEFT_ALONE)
+        layouts = (*ConfirmedLayout, "pending")
         yield _gauge("kvoffload_engines", {(layout,): engines[layout] for layout in layouts})
         yield _gauge("kvoffload_engines_mispredicted", {(): sum(map(_is_mispredicted, registry.engines.values()))})
         sessions = Counter(
@@ -155,8 +154,7 @@ class NodeCollector(Collector):
 
 def _is_mispredicted(engine: Engine) -> bool:
     """Whether the engine takes a part of the pool for each rank where one for all of them was promised."""
-    predicted = engine.pod.predicted_layout == PredictedLayout.REPLICATED
-    return predicted and engine.is_attached and engine.layout in ("per-rank", "shared")
+    return engine.is_attached and is_mispredicted(engine.pod.predicted_layout, engine.layout)
 
 
 Samples = dict[tuple[str, ...], float]

@@ -219,5 +219,5 @@ class ClusterFacts:
 
 
 def declined_offload(engine: RegionEngine) -> bool:
-    """Whether the engine's plugin left vLLM as it was, and only tells why: its id then begins with `without-`."""
-    return engine.engine_id.startswith("without-")
+    """Whether the engine's plugin left vLLM as it was, and only tells why."""
+    return engine.is_left_alone

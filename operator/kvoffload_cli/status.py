@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvoffload.api.conditions import find
+from kvoffload.api.conditions import PoolCondition, RegionCondition, find
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.api.pool import KVOffloadPool
-from kvoffload.api.region import KVOffloadRegion, RegionEngine
+from kvoffload.api.region import ConfirmedLayout, KVOffloadRegion, RegionEngine
 from kvoffload.errors import InvalidSpec
 from kvoffload.units import format_bytes
 from kvoffload_cli.facts import ClusterFacts, Part, declined_offload
@@ -105,7 +105,7 @@ def render(console: Console, facts: ClusterFacts, pools: list[KVOffloadPool]) ->
     console.print(make_table(*POOL_COLUMNS, rows=[pool_row(facts, pool) for pool in pools]))
     for pool in pools:
         for condition in pool.status.conditions:
-            if condition.status != ("False" if condition.type == "Degraded" else "True"):
+            if condition.status != ("False" if condition.type == PoolCondition.DEGRADED else "True"):
                 console.print(
                     escape(
                         f"{pool.name}: {condition.type} {condition.status}: {condition.reason}: {condition.message}"
@@ -133,7 +133,7 @@ def pool_row(facts: ClusterFacts, pool: KVOffloadPool) -> list[str]:
     status, nodes = pool.status, pool.status.nodes
     return [
         pool.name,
-        "Unknown (no operator)" if facts.operator_runs is False else condition_text(pool, "Ready"),
+        "Unknown (no operator)" if facts.operator_runs is False else condition_text(pool, PoolCondition.READY),
         pool.spec.mode.value,
         f"{nodes.ready}/{nodes.matching}",
         f"{format_bytes(pool.spec.capacity)} ({pool.spec.page_size.value})",
@@ -151,7 +151,7 @@ def region_row(region: KVOffloadRegion) -> list[str]:
     return [
         region.spec.node_name,
         region.spec.pool_name,
-        condition_text(region, "Ready"),
+        condition_text(region, RegionCondition.READY),
         show_bytes(status.capacity_bytes),
         show_bytes(status.used_bytes),
         show_bytes(status.free_bytes),
@@ -185,7 +185,7 @@ def layout_text(engine: RegionEngine) -> str:
         return f"without offload ({engine.message.partition(':')[0]})"
     if not engine.confirmed_layout:
         return "waiting for its ranks"
-    if engine.confirmed_layout == "replicated" or not engine.reason:
+    if engine.confirmed_layout == ConfirmedLayout.REPLICATED or not engine.reason:
         return engine.confirmed_layout
     return f"{engine.confirmed_layout} ({engine.reason})"
 

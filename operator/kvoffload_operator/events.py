@@ -12,7 +12,10 @@ from kvoffload.api.conditions import Condition
 from kvoffload_operator.kube import EVENTS, POOLS, ApiServerError, KubeClient
 
 CONTROLLER = "kvoffload.io/operator"
-MAX_NOTE_LENGTH = 1024
+MAX_NOTE_BYTES = 1024
+"""The API server's limit; it refuses an event with more."""
+MAX_OBJECT_NAME = 200
+"""Of the object's name in the event's."""
 CLUSTER_EVENT_NAMESPACE = "default"
 """Where Kubernetes keeps events about cluster-scoped objects."""
 
@@ -81,7 +84,7 @@ class EventRecorder:
     ) -> None:
         """Write the event unless one of this object, reason and `distinct` is there."""
         digest = hashlib.sha256(f"{regarding.uid}/{reason}/{distinct}".encode()).hexdigest()[:16]
-        name = f"{regarding.name[:200]}.{digest}"
+        name = f"{regarding.name[:MAX_OBJECT_NAME].rstrip('-.')}.{digest}"
         if name in self._written:
             return
         namespace = regarding.namespace or CLUSTER_EVENT_NAMESPACE
@@ -93,7 +96,7 @@ class EventRecorder:
             "action": action,
             "reason": reason,
             "type": "Warning" if warning else "Normal",
-            "note": note if len(note) <= MAX_NOTE_LENGTH else note[: MAX_NOTE_LENGTH - 1] + "…",
+            "note": _cut(note),
             "regarding": {
                 "apiVersion": regarding.api_version,
                 "kind": regarding.kind,
@@ -111,3 +114,11 @@ class EventRecorder:
         if len(self._written) > 100_000:
             self._written.clear()  # the API server still refuses duplicates
         self._written.add(name)
+
+
+def _cut(note: str) -> str:
+    """The note, or as much of it as an event takes, with an ellipsis."""
+    encoded, more = note.encode(), "…"
+    if len(encoded) <= MAX_NOTE_BYTES:
+        return note
+    return encoded[: MAX_NOTE_BYTES - len(more.encode())].decode(errors="ignore") + more

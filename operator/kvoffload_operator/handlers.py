@@ -16,7 +16,7 @@ import kopf
 
 from kvoffload.api.keys import DAEMON_OF_LABEL, GROUP, POOL_LABEL, POOL_PLURAL, REGION_PLURAL, VERSION
 from kvoffload.errors import KVOffloadError
-from kvoffload_operator.observe import ClusterView, Dirty
+from kvoffload_operator.view import ClusterView, Dirty
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def build_registry(view: ClusterView, on_dirty: OnDirty) -> kopf.OperatorRegistr
         async def on_event(event: dict[str, Any], name: str, namespace: str | None, **_: Any) -> None:
             key = f"{namespace}/{name}" if namespaced else name
             if event["type"] == "DELETED":
-                on_dirty(view.forget(kind, key))
+                version = event["object"]["metadata"].get("resourceVersion", "")
+                on_dirty(view.forget(kind, key, version=version))
                 return
             try:
                 on_dirty(update(event["object"]))

@@ -89,6 +89,11 @@ class ApiServerError(KVOffloadError):
         return self.status == 409
 
     @property
+    def is_invalid(self) -> bool:
+        """400 or 422: what was written cannot be, and trying again does not help."""
+        return self.status in (400, 422)
+
+    @property
     def is_namespace_ending(self) -> bool:
         """403, though not for want of a right: nothing new is made in a namespace that is being deleted."""
         return self.status == 403 and "is being terminated" in str(self)
@@ -287,10 +292,13 @@ class KubeClient:
             raise ApiServerError(0, type(error).__name__, f"{method} {path}: {error}") from error
         try:
             answer = json.loads(raw) if raw else {}
-        except ValueError:
-            answer = {"message": raw[:200].decode(errors="replace")}
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            text = raw[:200].decode(errors="replace")
+            raise ApiServerError(response.status, "NoObject", f"{method} {path}: answered what is no object: {text}")
         if not 200 <= response.status < 300:
             raise ApiServerError(
                 response.status, str(answer.get("reason", "")), f"{method} {path}: {answer.get('message')}"
             )
-        return dict(answer)
+        return answer

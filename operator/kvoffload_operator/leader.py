@@ -97,7 +97,7 @@ class Election:
         self._writes_until = float("-inf")
         try:
             lease = await self._kube.get(LEASES, self._name, self._namespace)
-            if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
+            if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
                 lease["spec"] = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
                 await self._kube.replace(LEASES, lease, self._namespace)
         except ApiServerError as error:
@@ -136,7 +136,7 @@ class Election:
                 "spec": {**spec, "acquireTime": stamp, "leaseTransitions": 0},
             }
             return await self._kube.create(LEASES, manifest, self._namespace)
-        before = lease.get("spec", {})
+        before = lease.get("spec") or {}
         holder = before.get("holderIdentity", "")
         if holder == self._identity:
             lease["spec"] = {**before, **spec}

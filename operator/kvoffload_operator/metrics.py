@@ -16,8 +16,19 @@ _build_info.labels(version=__version__).set(1)
 
 injections_total = Counter(
     "kvoffload_operator_injections",
-    "Admission requests by result (injected, unchanged, skipped, error, invalid), the skipped by reason",
+    "Admission requests about pods by result (injected, unchanged, skipped, error, invalid), the skipped by reason",
     ["result", "reason"],
+    registry=registry,
+)
+unread_command_lines_total = Counter(
+    "kvoffload_operator_unread_command_lines",
+    "Pods whose command lines, with variables put in, are too long to be read to their end: the engine decides alone",
+    registry=registry,
+)
+pool_validations_total = Counter(
+    "kvoffload_operator_pool_validations",
+    "Admission requests about pools by result (allowed, refused, error, invalid)",
+    ["result"],
     registry=registry,
 )
 admission_duration_seconds = Histogram(
@@ -38,6 +49,12 @@ reconcile_errors_total = Counter(
     "kvoffload_operator_reconcile_errors",
     "Reconciliations that failed and are tried again",
     ["kind"],
+    registry=registry,
+)
+unexpected_errors_total = Counter(
+    "kvoffload_operator_unexpected_errors",
+    "Errors that no task of the operator expects (pool, pod, resync, webhook, sweep): each is logged and tried again",
+    ["task"],
     registry=registry,
 )
 unattached_pods = Gauge(
@@ -87,6 +104,8 @@ certificate_validity_seconds = Gauge(
 
 def begin_injections() -> None:
     """Show every result as 0; for the webhook, at its start."""
+    for result in ("allowed", "refused", "error", "invalid"):
+        pool_validations_total.labels(result=result)
     for result in ("injected", "unchanged", "error", "invalid"):
         injections_total.labels(result=result, reason="")
     for reason in SkipReason:
@@ -95,6 +114,8 @@ def begin_injections() -> None:
 
 def begin_reconciliations() -> None:
     """Show every kind's errors as 0; for the operator, at its start."""
+    for task in ("pool", "pod", "resync", "webhook", "sweep"):
+        unexpected_errors_total.labels(task=task)
     for kind in ("pool", "pod"):
         reconcile_errors_total.labels(kind=kind)
 

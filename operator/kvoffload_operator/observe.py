@@ -1,11 +1,10 @@
-"""The cluster as frozen facts. `handlers.py` feeds the view with events, a periodic listing corrects it, the
-reconcilers read it.
+"""Manifests as frozen facts, for `view.py` to keep and the reconcilers to plan from. Pure.
 
 Manifests end here: `observe_*` turns each into a small fact, so that what is compared, kept in memory for thousands of
-nodes, and planned from is exactly what matters. A fact that equals the one before it changes nothing and wakes nobody.
+nodes, and planned from is exactly what matters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvoffload.api.keys import (
-    DAEMON_NODE_LABEL_PREFIX,
     DAEMON_OF_LABEL,
     INJECTED_ANNOTATION,
     POOL_LABEL,
-    READY_NODE_LABEL_PREFIX,
     REPLICATED_LAYOUT_ANNOTATION,
     SKIP_REASON_ANNOTATION,
 )
-from kvoffload.api.pool import KVOffloadPool, PageSize
+from kvoffload.api.model import read_metadata
+from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec, KVOffloadPoolStatus, PageSize
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.errors import InvalidSpec
 from kvoffload.units import parse_quantity
@@ -115,7 +113,8 @@ class ObservedPool:
     problem: str
     spec_fields: frozenset[str]
     """Names of the fields that the API server stored: an older CRD prunes those that it does not know."""
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: KVOffloadPoolStatus = field(default_factory=KVOffloadPoolStatus)
+    """As stored; empty where this version cannot read it, so that it is written anew."""
 
 
 def observe_node(manifest: Manifest) -> ObservedNode:
@@ -211,8 +210,10 @@ def observe_pool(manifest: Manifest) -> ObservedPool:
     """Facts of a pool; a spec that does not parse is a fact too."""
     metadata = manifest["metadata"]
     pool, problem = None, ""
+    status = _read_pool_status(manifest)
     try:
-        pool = KVOffloadPool.from_manifest(dict(manifest))
+        spec = KVOffloadPoolSpec.model_validate(manifest.get("spec", {}))
+        pool = KVOffloadPool(**read_metadata(dict(manifest)), spec=spec, status=status)
     except ValidationError as error:
         problem = describe_spec_error(error)
     return ObservedPool(
@@ -223,8 +224,15 @@ def observe_pool(manifest: Manifest) -> ObservedPool:
         pool=pool,
         problem=problem,
         spec_fields=frozenset(manifest.get("spec", {})),
-        status=manifest.get("status") or {},
+        status=status,
     )
+
+
+def _read_pool_status(manifest: Manifest) -> KVOffloadPoolStatus:
+    try:
+        return KVOffloadPoolStatus.model_validate(manifest.get("status") or {})
+    except ValidationError:  # by another version, or by hand
+        return KVOffloadPoolStatus()
 
 
 def describe_spec_error(error: ValidationError) -> str:
@@ -246,166 +254,6 @@ def observe_region(manifest: Manifest) -> KVOffloadRegion:
 
 def _time(text: str | None) -> datetime | None:
     return datetime.fromisoformat(text) if text else None
-
-
-@dataclass(frozen=True, slots=True)
-class Dirty:
-    """What needs a pass after a change."""
-
-    pools: frozenset[str] = frozenset()
-    pods: frozenset[str] = frozenset()
-
-
-NOTHING = Dirty()
-
-
-class ClusterView:
-    """What the operator knows, by name. Not frozen itself: it is the one place that events change.
-
-    `update_*` take a manifest as it is now, `forget` a name that is gone; each returns what the change makes necessary.
-    """
-
-    def __init__(self) -> None:
-        self.pools: dict[str, ObservedPool] = {}
-        self.nodes: dict[str, ObservedNode] = {}
-        self.regions: dict[str, KVOffloadRegion] = {}
-        self.daemonsets: dict[str, ObservedDaemonSet] = {}
-        self.pods: dict[str, ObservedPod] = {}
-        self._versions: dict[tuple[str, str], int] = {}
-
-    def _is_stale(self, kind: str, manifest: Manifest) -> bool:
-        """Whether something newer of this object was seen: our own writes are, before their events come."""
-        metadata = manifest["metadata"]
-        version, key = metadata.get("resourceVersion", ""), (kind, metadata["name"])
-        if not version.isdigit():
-            return False
-        if int(version) < self._versions.get(key, 0):
-            return True
-        self._versions[key] = int(version)
-        return False
-
-    def update_pool(self, manifest: Manifest) -> Dirty:
-        """A pool was seen; a change of its spec may matter to the others that it overlaps."""
-        if self._is_stale("kvoffloadpools", manifest):
-            return NOTHING
-        fact = observe_pool(manifest)
-        before = self.pools.get(fact.name)
-        if fact == before:
-            return NOTHING
-        self.pools[fact.name] = fact
-        if before is None or before.generation != fact.generation or before.deleting != fact.deleting:
-            return Dirty(pools=frozenset(self.pools))
-        return Dirty(pools=frozenset({fact.name}))
-
-    def update_node(self, manifest: Manifest) -> Dirty:
-        """A node was seen; heartbeats change nothing that is kept."""
-        if self._is_stale("nodes", manifest):
-            return NOTHING
-        fact = observe_node(manifest)
-        before = self.nodes.get(fact.name)
-        if fact == before:
-            return NOTHING
-        self.nodes[fact.name] = fact
-        return self._pools_of_node(*(node for node in (before, fact) if node is not None))
-
-    def update_region(self, manifest: Manifest) -> Dirty:
-        """A region was seen."""
-        if self._is_stale("kvoffloadregions", manifest):
-            return NOTHING
-        fact = observe_region(manifest)
-        if fact == self.regions.get(fact.name):
-            return NOTHING
-        self.regions[fact.name] = fact
-        pods = {key for key, pod in self.pods.items() if pod.node == fact.spec.node_name}
-        return Dirty(pools=frozenset({fact.spec.pool_name}), pods=frozenset(pods))
-
-    def update_daemonset(self, manifest: Manifest) -> Dirty:
-        """A DaemonSet of ours was seen."""
-        if self._is_stale("daemonsets", manifest):
-            return NOTHING
-        fact = observe_daemonset(manifest)
-        if fact == self.daemonsets.get(fact.name):
-            return NOTHING
-        self.daemonsets[fact.name] = fact
-        return Dirty(pools=frozenset({fact.pool}))
-
-    def update_pod(self, manifest: Manifest) -> Dirty:
-        """A pod that opted in was seen."""
-        fact = observe_pod(manifest)
-        key = f"{fact.namespace}/{fact.name}"
-        if fact == self.pods.get(key):
-            return NOTHING
-        self.pods[key] = fact
-        return Dirty(pods=frozenset({key}))
-
-    def forget(self, kind: str, key: str) -> Dirty:
-        """An object is gone. `kind` is a plural, `key` a name, for pods `<namespace>/<name>`."""
-        self._versions.pop((kind, key), None)
-        match kind:
-            case "kvoffloadpools":
-                self.pools.pop(key, None)
-                return Dirty(pools=frozenset({key, *self.pools}))
-            case "nodes":
-                node = self.nodes.pop(key, None)
-                return self._pools_of_node(node) if node else NOTHING
-            case "kvoffloadregions":
-                region = self.regions.pop(key, None)
-                return Dirty(pools=frozenset({region.spec.pool_name})) if region else NOTHING
-            case "daemonsets":
-                daemonset = self.daemonsets.pop(key, None)
-                return Dirty(pools=frozenset({daemonset.pool})) if daemonset else NOTHING
-            case "pods":
-                self.pods.pop(key, None)
-                return NOTHING
-            case _:
-                raise ValueError(f"unknown kind {kind!r}")
-
-    def keys_of(self, kind: str) -> frozenset[str]:
-        """Names known of a kind, to find those that a listing no longer has."""
-        stores: dict[str, Mapping[str, object]] = {
-            "kvoffloadpools": self.pools,
-            "nodes": self.nodes,
-            "kvoffloadregions": self.regions,
-            "daemonsets": self.daemonsets,
-            "pods": self.pods,
-        }
-        return frozenset(stores[kind])
-
-    def _pools_of_node(self, *states: ObservedNode) -> Dirty:
-        names = set()
-        for node in states:
-            names |= set(pools_in_labels(node.labels))
-            names |= {
-                pool.name
-                for pool in self.pools.values()
-                if pool.pool is None or node_matches(node, pool.pool.spec.node_selector)
-            }
-        return Dirty(pools=frozenset(names))
-
-    def regions_of(self, pool: str) -> dict[str, KVOffloadRegion]:
-        """Regions of a pool by node name."""
-        return {region.spec.node_name: region for region in self.regions.values() if region.spec.pool_name == pool}
-
-    def daemonset_of(self, pool: str) -> ObservedDaemonSet | None:
-        """The pool's DaemonSet, if there is one."""
-        return next((one for one in self.daemonsets.values() if one.pool == pool), None)
-
-    def pools_known(self) -> frozenset[str]:
-        """Names of pools, and of those that only left something behind: a DaemonSet, a node label."""
-        left = {one.pool for one in self.daemonsets.values()}
-        for node in self.nodes.values():
-            left |= set(pools_in_labels(node.labels))
-        return frozenset(self.pools) | left
-
-
-def pools_in_labels(labels: Iterable[str]) -> list[str]:
-    """Pools that a node's labels name."""
-    return [
-        label.removeprefix(prefix)
-        for label in labels
-        for prefix in (READY_NODE_LABEL_PREFIX, DAEMON_NODE_LABEL_PREFIX)
-        if label.startswith(prefix)
-    ]
 
 
 def node_matches(node: ObservedNode, selector: Mapping[str, str]) -> bool:

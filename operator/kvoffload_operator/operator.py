@@ -14,9 +14,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NoReturn
 
 from kvoffload.api.keys import DAEMON_OF_LABEL, OPERATOR_FIELD_MANAGER, POOL_LABEL
-from kvoffload.api.pool import KVOffloadPoolStatus, Mode, PageSize
+from kvoffload.api.pool import Mode, PageSize
 from kvoffload.api.schema import build_crds, fields_only_in
 from kvoffload.errors import KVOffloadError
 from kvoffload_operator import metrics
@@ -36,18 +37,19 @@ from kvoffload_operator.kube import (
     Resource,
 )
 from kvoffload_operator.leader import Election, LeaseKeeper, LeaseTimes, NotLeader
-from kvoffload_operator.observe import ClusterView, Dirty
 from kvoffload_operator.reconcilers.pod import UNATTACHED_REASONS, PodReconciler
 from kvoffload_operator.reconcilers.pool import PoolReconciler
 from kvoffload_operator.resources.daemonset import DaemonSetOptions
 from kvoffload_operator.settings import Settings
-from kvoffload_operator.status import count_degradations
-from kvoffload_operator.webhook_health import look_after_webhook
+from kvoffload_operator.status import InjectionHealth, count_degradations
+from kvoffload_operator.view import ClusterView, Dirty, key_of
+from kvoffload_operator.webhook_health import look_after_webhook, unknown_injection
 from kvoffload_operator.workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 15.0
+RETRY_SECONDS = 5.0
 START_SECONDS, START_RETRY_SECONDS = 60.0, 1.0
 POOL_WORKERS = 1
 """One: two pools that overlap are planned one after the other, so that both cannot take the same pages."""
@@ -189,15 +191,13 @@ class Operator:
 
     async def _resync_forever(self) -> None:
         """List everything, at first to know it before anything is done, then for what a broken watch missed."""
-        while True:
-            try:
-                await self._resync()
-                self._synced.set()
-                wait = self._settings.resync_seconds
-            except ApiServerError as error:
-                logger.warning("listing failed, again in 5 s: %s", error)
-                wait = 5.0
-            await asyncio.sleep(wait)
+
+        async def resync() -> float:
+            await self._resync()
+            self._synced.set()
+            return self._settings.resync_seconds
+
+        await self._repeat("resync", resync)
 
     async def _resync(self) -> None:
         view, namespace = self._view, self._settings.namespace
@@ -208,13 +208,13 @@ class Operator:
             (REGIONS, view.update_region, {}),
             (PODS, view.update_pod, {"label_selector": POOL_LABEL}),
         )
+        view.begin_listing()
         for resource, take, query in update:
             kind = resource.plural
             before = view.keys_of(kind)
             seen = set()
             for manifest in await self._kube.list_all(resource, **query):
-                metadata = manifest["metadata"]
-                key = f"{metadata['namespace']}/{metadata['name']}" if kind == "pods" else metadata["name"]
+                key = key_of(kind, manifest)
                 seen.add(key)
                 try:
                     self._on_dirty(take(manifest))
@@ -236,10 +236,10 @@ class Operator:
                 again = await reconcile(key.name, datetime.now(UTC))
             except NotLeader:
                 raise
-            except (KVOffloadError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 -- one object must not end what looks at all the others
                 metrics.reconcile_errors_total.labels(kind=key.kind).inc()
                 delay = queue.failed(key)
-                logger.warning("%s %s: %s; again in %.1f s", key.kind, key.name, error, delay)
+                note_failure(key.kind, f"{key.kind} {key.name}", error, delay)
             else:
                 queue.done(key)
                 if again is not None:
@@ -254,29 +254,55 @@ class Operator:
         metrics.api_writes_total.inc(num_writes - self._num_writes_counted)
         self._num_writes_counted = num_writes
 
-    async def _look_after_webhook(self, pools: PoolReconciler, owner: dict[str, str]) -> None:
+    async def _repeat(self, task: str, step: Callable[[], Awaitable[float]]) -> NoReturn:
+        """Take the step again and again, after as many seconds as it returns; one that fails ends nothing but itself.
+
+        Raises:
+            NotLeader: the lease is lost.
+        """
         while True:
-            wait = 5.0
+            try:
+                wait = await step()
+            except NotLeader:
+                raise
+            except Exception as error:  # noqa: BLE001 -- whatever it met, the others' work and the next try go on
+                wait = RETRY_SECONDS
+                note_failure(task, task, error, wait)
+            await asyncio.sleep(wait)
+
+    async def _look_after_webhook(self, pools: PoolReconciler, owner: dict[str, str]) -> None:
+        def say(health: InjectionHealth) -> None:
+            metrics.injection_ready.set(health.is_serving)
+            if health != pools.injection:
+                pools.injection = health
+                self._on_dirty(Dirty(pools=frozenset(self._view.pools)))
+
+        async def look() -> float:
             try:
                 health, wait = await look_after_webhook(self._kube, self._settings, owner, datetime.now(UTC))
-                metrics.injection_ready.set(health.is_serving)
-                if health != pools.injection:
-                    pools.injection = health
-                    self._on_dirty(Dirty(pools=frozenset(self._view.pools)))
-            except ApiServerError as error:
-                logger.warning("webhook not looked after, again in %.0f s: %s", wait, error)
-            await asyncio.sleep(wait)
+            except KVOffloadError:
+                raise  # no answer is no news of the webhook
+            except Exception as error:
+                say(unknown_injection(error))
+                raise
+            say(health)
+            return wait
+
+        await self._repeat("webhook", look)
 
     async def _sweep_forever(self, pods: PodReconciler) -> None:
         """Count the pods that run without offload; the events are each pod's own pass."""
-        await self._synced.wait()
-        while True:
+
+        async def sweep() -> float:
             counts = pods.count_unattached(datetime.now(UTC))
             for reason in UNATTACHED_REASONS:
                 metrics.unattached_pods.labels(reason=reason).set(counts[reason])
             self._export_pools()
             self._count_writes()
-            await asyncio.sleep(SWEEP_SECONDS)
+            return SWEEP_SECONDS
+
+        await self._synced.wait()
+        await self._repeat("sweep", sweep)
 
     def _export_pools(self) -> None:
         """Export mode, node counts and degradations of every pool; what is gone is no longer shown."""
@@ -284,14 +310,23 @@ class Operator:
         metrics.pool_active.clear()
         metrics.pool_degraded.clear()
         for pool in self._view.pools.values():
-            status = KVOffloadPoolStatus.model_validate(dict(pool.status))
             regions = self._view.regions_of(pool.name).values()
-            for reason, count in count_degradations(status, regions).items():
+            for reason, count in count_degradations(pool.status, regions).items():
                 metrics.pool_degraded.labels(pool=pool.name, reason=reason).set(count)
-            for state, count in status.nodes.model_dump().items():
+            for state, count in pool.status.nodes.model_dump().items():
                 metrics.pool_nodes.labels(pool=pool.name, state=state).set(count)
             if pool.pool is not None:
                 metrics.pool_active.labels(pool=pool.name).set(pool.pool.spec.mode is Mode.ACTIVE)
+
+
+def note_failure(task: str, subject: str, error: Exception, delay_seconds: float) -> None:
+    """Log what a task met; what it does not expect, with its traceback and counted."""
+    if isinstance(error, KVOffloadError | TimeoutError):
+        logger.warning("%s: %s; again in %.1f s", subject, error, delay_seconds)
+        return
+    metrics.unexpected_errors_total.labels(task=task).inc()
+    words = f"{type(error).__name__}: {error}"
+    logger.error("%s: unexpected %.500s; again in %.1f s", subject, words, delay_seconds, exc_info=error)
 
 
 async def run_operator(settings: Settings) -> int:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from kvoffload.api.conditions import (
     Condition,
@@ -20,6 +19,7 @@ from kvoffload.api.conditions import (
     find,
     transition,
 )
+from kvoffload.api.model import MAX_BYTE_COUNT, MAX_COUNT
 from kvoffload.api.pool import (
     MAX_PROBLEMS,
     EngineCounts,
@@ -33,12 +33,12 @@ from kvoffload.api.pool import (
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.units import format_bytes
 from kvoffload_operator.observe import ObservedPool
-from kvoffload_operator.policies.node import NodeState, NodeViolation
+from kvoffload_operator.policies.node import NodeState, NodeVerdict, NodeViolation
 from kvoffload_operator.policies.pool import PoolViolation
-from kvoffload_operator.reconcilers.region import NodePlan
 
 MAX_MESSAGE_NODES = 3
 MAX_PROBLEM_MESSAGE = 1024
+MAX_ERROR_MESSAGE = 600
 AS_TOLD = frozenset({PoolReason.OBSERVING, PoolReason.PAUSED, PoolReason.ROLLOUT_IN_PROGRESS})
 """Reasons of a condition that is False because the pool does what its administrator said: no warning."""
 PAGES_REFUSED = frozenset({RegionReason.PAGES_UNAVAILABLE, RegionReason.CGROUP_LIMIT, RegionReason.NO_HUGETLBFS})
@@ -79,25 +79,38 @@ class Transition:
 
 def build_invalid_status(pool: ObservedPool, problem: str, now: datetime) -> KVOffloadPoolStatus:
     """Status of a pool whose spec cannot be acted on: what was there stays, and Ready says why."""
-    previous = KVOffloadPoolStatus.model_validate(dict(pool.status))
+    message = f"{problem}; nodes keep what they were told last"
+    return _build_unacted_status(pool, PoolReason.INVALID_SPEC, message, now)
+
+
+def build_failed_status(pool: ObservedPool, error: Exception, now: datetime) -> KVOffloadPoolStatus:
+    """Status of a pool whose pass raised what trying again may not mend: what was there stays, and Ready says so."""
+    message = (
+        f"the operator failed at this pool ({type(error).__name__}: {str(error)[:MAX_ERROR_MESSAGE]}) and tries again: "
+        "see its log; nodes keep what they were told last"
+    )
+    return _build_unacted_status(pool, PoolReason.RECONCILE_FAILED, message, now)
+
+
+def _build_unacted_status(pool: ObservedPool, reason: PoolReason, message: str, now: datetime) -> KVOffloadPoolStatus:
     ready = transition(
-        previous.conditions,
+        pool.status.conditions,
         type=PoolCondition.READY,
         status="False",
-        reason=PoolReason.INVALID_SPEC,
-        message=f"{problem}; nodes keep what they were told last",
+        reason=reason,
+        message=message,
         generation=pool.generation,
         now=now,
     )
-    others = [one for one in previous.conditions if one.type != PoolCondition.READY]
-    return previous.model_copy(update={"conditions": [ready, *others], "observed_generation": pool.generation})
+    others = [one for one in pool.status.conditions if one.type != PoolCondition.READY]
+    return pool.status.model_copy(update={"conditions": [ready, *others], "observed_generation": pool.generation})
 
 
 def build_pool_status(
     pool: ObservedPool,
     spec: KVOffloadPoolSpec,
     *,
-    nodes: Sequence[NodePlan],
+    nodes: Sequence[NodeVerdict],
     regions: Mapping[str, KVOffloadRegion],
     no_match: PoolViolation | None,
     name_taken: PoolViolation | None,
@@ -107,8 +120,8 @@ def build_pool_status(
     rollout_message: str,
     now: datetime,
 ) -> KVOffloadPoolStatus:
-    """The whole status. `nodes` are the matching nodes' plans, `regions` the pool's regions by node."""
-    previous = KVOffloadPoolStatus.model_validate(dict(pool.status)).conditions
+    """The whole status. `nodes` are the matching nodes, `regions` the pool's regions by node."""
+    previous = pool.status.conditions
     counts = _count(nodes)
 
     def condition(type: PoolCondition, status: ConditionStatus, reason: PoolReason, message: str) -> Condition:
@@ -116,9 +129,9 @@ def build_pool_status(
             previous, type=type, status=status, reason=reason, message=message, generation=pool.generation, now=now
         )
 
-    served = [regions[plan.node] for plan in nodes if plan.node in regions]
+    served = [regions[verdict.node] for verdict in nodes if verdict.node in regions]
     # a region's numbers count while its daemon answers for them, also of a pool that is paused and keeps its pages
-    alive = [regions[plan.node] for plan in nodes if plan.node in regions and _answers(plan)]
+    alive = [regions[verdict.node] for verdict in nodes if verdict.node in regions and _answers(verdict)]
     return KVOffloadPoolStatus(
         observed_generation=pool.generation,
         conditions=[
@@ -139,20 +152,27 @@ def build_pool_status(
         nodes=counts,
         problems=[
             NodeProblem(
-                node=plan.node, reason=plan.violation.reason, message=plan.violation.message[:MAX_PROBLEM_MESSAGE]
+                node=verdict.node,
+                reason=verdict.violation.reason,
+                message=verdict.violation.message[:MAX_PROBLEM_MESSAGE],
             )
-            for plan in sorted(nodes, key=lambda plan: plan.node)
-            if plan.violation is not None and not _is_as_told(spec, plan.violation)
+            for verdict in sorted(nodes, key=lambda verdict: verdict.node)
+            if verdict.violation is not None and not _is_as_told(spec, verdict.violation)
         ][:MAX_PROBLEMS],
-        capacity_bytes=sum(region.status.capacity_bytes for region in alive),
-        used_bytes=sum(region.status.used_bytes for region in alive),
-        free_bytes=sum(region.status.free_bytes for region in alive),
-        saved_bytes=sum(region.status.saved_bytes for region in alive),
+        capacity_bytes=_sum((region.status.capacity_bytes for region in alive), MAX_BYTE_COUNT),
+        used_bytes=_sum((region.status.used_bytes for region in alive), MAX_BYTE_COUNT),
+        free_bytes=_sum((region.status.free_bytes for region in alive), MAX_BYTE_COUNT),
+        saved_bytes=_sum((region.status.saved_bytes for region in alive), MAX_BYTE_COUNT),
         engines=EngineCounts(
-            attached=sum(region.status.engines_attached for region in alive),
-            replicated=sum(region.status.engines_replicated for region in alive),
+            attached=_sum((region.status.engines_attached for region in alive), MAX_COUNT),
+            replicated=_sum((region.status.engines_replicated for region in alive), MAX_COUNT),
         ),
     )
+
+
+def _sum(counts: Iterable[int], most: int) -> int:
+    """The sum, or the most that a status takes: each region's number is its daemon's word."""
+    return min(sum(counts), most)
 
 
 def _is_as_told(spec: KVOffloadPoolSpec, violation: NodeViolation) -> bool:
@@ -162,8 +182,8 @@ def _is_as_told(spec: KVOffloadPoolSpec, violation: NodeViolation) -> bool:
     return violation.reason in (RegionReason.OBSERVING, RegionReason.PAUSED)
 
 
-def _count(nodes: Sequence[NodePlan]) -> NodeCounts:
-    by_state = {state.value: sum(plan.state is state for plan in nodes) for state in NodeState}
+def _count(nodes: Sequence[NodeVerdict]) -> NodeCounts:
+    by_state = {state.value: sum(verdict.state is state for verdict in nodes) for state in NodeState}
     return NodeCounts(matching=len(nodes), **by_state)
 
 
@@ -171,7 +191,7 @@ Verdict = tuple[ConditionStatus, PoolReason, str]
 
 
 def _ready(
-    spec: KVOffloadPoolSpec, nodes: Sequence[NodePlan], counts: NodeCounts, no_match: PoolViolation | None
+    spec: KVOffloadPoolSpec, nodes: Sequence[NodeVerdict], counts: NodeCounts, no_match: PoolViolation | None
 ) -> Verdict:
     if no_match is not None:
         return "False", no_match.reason, no_match.message
@@ -195,17 +215,17 @@ def _ready(
     return "False", PoolReason.SOME_NODES_NOT_READY, f"{found}, pods are served there. {detail}"
 
 
-def _answers(plan: NodePlan) -> bool:
-    return plan.state is NodeState.READY or (
-        plan.violation is not None and plan.violation.reason in (RegionReason.PAUSED, RegionReason.OBSERVING)
+def _answers(verdict: NodeVerdict) -> bool:
+    return verdict.state is NodeState.READY or (
+        verdict.violation is not None and verdict.violation.reason in (RegionReason.PAUSED, RegionReason.OBSERVING)
     )
 
 
-def _name_problems(nodes: Sequence[NodePlan], *states: NodeState) -> str:
+def _name_problems(nodes: Sequence[NodeVerdict], *states: NodeState) -> str:
     violations = [
-        plan.violation
-        for plan in sorted(nodes, key=lambda plan: plan.node)
-        if plan.violation is not None and (not states or plan.state in states)
+        verdict.violation
+        for verdict in sorted(nodes, key=lambda verdict: verdict.node)
+        if verdict.violation is not None and (not states or verdict.state in states)
     ]
     named = "; ".join(violation.message for violation in violations[:MAX_MESSAGE_NODES])
     more = len(violations) - MAX_MESSAGE_NODES
@@ -214,7 +234,7 @@ def _name_problems(nodes: Sequence[NodePlan], *states: NodeState) -> str:
 
 def _provisioned(
     spec: KVOffloadPoolSpec,
-    nodes: Sequence[NodePlan],
+    nodes: Sequence[NodeVerdict],
     counts: NodeCounts,
     obstacle: PoolViolation | None,
     rollout_message: str,
@@ -235,7 +255,7 @@ def _provisioned(
 
 def _pages(
     spec: KVOffloadPoolSpec,
-    nodes: Sequence[NodePlan],
+    nodes: Sequence[NodeVerdict],
     counts: NodeCounts,
     shortage: PoolViolation | None,
     no_match: PoolViolation | None,
@@ -251,9 +271,9 @@ def _pages(
         found = f"{counts.short_of_pages} of {counts.matching} nodes are short of pages"
         return "False", PoolReason.NODES_SHORT_OF_PAGES, f"{found}. {detail}"
     refused = [
-        plan.violation.message
-        for plan in sorted(nodes, key=lambda plan: plan.node)
-        if plan.violation is not None and plan.violation.reason in PAGES_REFUSED
+        verdict.violation.message
+        for verdict in sorted(nodes, key=lambda verdict: verdict.node)
+        if verdict.violation is not None and verdict.violation.reason in PAGES_REFUSED
     ]
     if refused:
         found = f"{len(refused)} of {counts.matching} nodes do not give the pages that their kubelet counts"
@@ -289,12 +309,11 @@ def count_degradations(status: KVOffloadPoolStatus, regions: Iterable[KVOffloadR
     return Counter(one.reason for one in found if one is not None and one.status == "True")
 
 
-def find_transitions(previous: Mapping[str, Any], status: KVOffloadPoolStatus) -> list[Transition]:
+def find_transitions(previous: KVOffloadPoolStatus, status: KVOffloadPoolStatus) -> list[Transition]:
     """Conditions whose status or reason is not what it was."""
-    before = KVOffloadPoolStatus.model_validate(dict(previous)).conditions
     changed = []
     for condition in status.conditions:
-        old = find(before, condition.type)
+        old = find(previous.conditions, condition.type)
         change = Transition(condition, is_first=old is None)
         if old is None:
             # a new pool: only what is wrong is news, and whether it is ready

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from kvoffload.api.conditions import PoolReason
 from kvoffload_operator.kube import DEPLOYMENTS, MUTATING_WEBHOOKS, VALIDATING_WEBHOOKS, KubeClient
 from kvoffload_operator.settings import CertificateMode, Settings
-from kvoffload_operator.status import InjectionHealth
+from kvoffload_operator.status import MAX_ERROR_MESSAGE, InjectionHealth
 from kvoffload_operator.webhook.certificates import ensure_certificates
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,16 @@ async def look_after_webhook(
     return await observe_injection(kube, settings), wait
 
 
+def unknown_injection(error: Exception) -> InjectionHealth:
+    """What is known where the operator failed to look: nothing, and its certificates are not renewed."""
+    return InjectionHealth(
+        PoolReason.WEBHOOK_UNKNOWN,
+        f"the operator failed to look after the webhook ({type(error).__name__}: {str(error)[:MAX_ERROR_MESSAGE]}) and "
+        "tries again: whether pods are injected is not known, and certificates are not renewed meanwhile; its log has "
+        "the traceback",
+    )
+
+
 async def observe_injection(kube: KubeClient, settings: Settings) -> InjectionHealth:
     """Whether a pod that is created now would be injected: one replica that can be called is enough."""
     names = replica_names(settings)
@@ -79,7 +89,14 @@ async def _replica_ailment(kube: KubeClient, settings: Settings, name: str) -> I
             f"MutatingWebhookConfiguration {name} is gone: new pods start without offload; `helm upgrade` makes it "
             "again",
         )
-    if any(not webhook["clientConfig"].get("caBundle") for webhook in configuration["webhooks"]):
+    webhooks = configuration.get("webhooks") or []
+    if not webhooks:
+        return InjectionHealth(
+            PoolReason.WEBHOOK_UNAVAILABLE,
+            f"MutatingWebhookConfiguration {name} has no webhooks any more: new pods start without offload; `helm "
+            "upgrade` puts them back",
+        )
+    if any(not webhook["clientConfig"].get("caBundle") for webhook in webhooks):
         return InjectionHealth(
             PoolReason.CERTIFICATE_MISSING,
             f"MutatingWebhookConfiguration {name} has no caBundle: new pods start without offload; certificates are "

@@ -368,8 +368,24 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedApi
     server.stop()
 
 
-def listed_pod(uid: str, phase: str = "Running") -> dict[str, object]:
-    return {"metadata": {"uid": uid, "name": "stateful-0", "namespace": "default"}, "status": {"phase": phase}}
+def listed_pod(uid: str, phase: str = "Running", namespace: str = "default") -> dict[str, object]:
+    return {"metadata": {"uid": uid, "name": "stateful-0", "namespace": namespace}, "status": {"phase": phase}}
+
+
+@pytest.mark.parametrize(
+    ("selector", "seen"),
+    [(None, {"default"}), ({}, {"default", "kube-system", "own"}), ({"matchLabels": {"gpu": "yes"}}, set())],
+    ids=["none", "all", "label"],
+)
+def test_pods_of_the_namespaces_that_the_webhook_allows_are_attached(
+    api: ScriptedApiServer, selector: dict[str, object] | None, seen: set[str]
+) -> None:
+    """The namespaces have no labels here."""
+    api.make_region("r", namespaceSelector=selector)
+    api.pods = [listed_pod(namespace, namespace=namespace) for namespace in ("default", "kube-system", "own")]
+    pods = NodePods(pool="p", node_name="n", own_namespace="own")
+    pods._list()
+    assert set(pods.current) == seen
 
 
 def test_a_pod_that_a_silent_watch_does_not_tell_of_is_found_by_asking(api: ScriptedApiServer) -> None:

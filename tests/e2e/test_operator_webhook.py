@@ -121,6 +121,19 @@ def test_an_opted_in_pod_is_injected_and_others_are_not_seen(
     assert not is_injected(create(control_plane, pod_manifest(command=DEEPSEEK), namespace="kube-system"))
 
 
+def test_a_command_line_that_grows_beyond_measure_holds_up_nobody_and_is_said(
+    control_plane: ControlPlane, replicas: list[Replica]
+) -> None:
+    """8 MiB after 20 doublings; each more doubles what it would ask for."""
+    unread = "kvoffload_operator_unread_command_lines_total"
+    before = replicas[0].metrics()[unread]
+    doubling = ["sh", "-c", "A=aaaaaaaa;" + "A=$A$A;" * 20 + "vllm serve deepseek-ai/DeepSeek-V3 -tp 8 $A"]
+    pod = create(control_plane, pod_manifest(command=doubling))
+    assert pod["metadata"]["annotations"]["kvoffload.io/replicated-layout"].startswith("auto (UnknownModel: the pod's")
+    assert replicas[0].metrics()[unread] == before + 1
+    assert is_injected(create(control_plane, pod_manifest(command=DEEPSEEK)))
+
+
 def test_a_restricted_namespace_a_quota_and_a_limit_range_take_the_injected_pod(
     control_plane: ControlPlane, replicas: list[Replica]
 ) -> None:

@@ -75,8 +75,11 @@ Quantity = Annotated[
 ]
 """Bytes as a Kubernetes quantity; in Python the exact number of bytes."""
 
-ByteCount = Annotated[int, Field(ge=0, le=2**60)]
-Count = Annotated[int, Field(ge=0, le=1_000_000)]
+MAX_BYTE_COUNT = 2**60
+"""The most bytes that an object of ours counts: 1Ei. Sums over nodes stop there."""
+MAX_COUNT = 1_000_000
+ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTE_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 LABEL_KEY_PATTERN = (

@@ -1,7 +1,7 @@
 """KVOffloadPool: what an administrator asks for, and what the operator says about it.
 
 The CRD is generated from these models (`schema.py`); the operator reads pools through them. Rules that need more than
-one field stand in `SPEC_RULES` as CEL, so that the API server refuses what cannot be; the operator's
+one field stand in `pool_rules.py` as CEL, so that the API server refuses what cannot be; the operator's
 `webhook/validation.py` says the same of pools that an older CRD let in.
 """
 
@@ -25,6 +25,7 @@ from kvoffload.api.model import (
     Quantity,
     read_metadata,
 )
+from kvoffload.api.pool_rules import QUOTA_RULES, SPEC_RULES
 
 MAX_POOL_NAME_LENGTH = 40
 POOL_NAME_PATTERN = DNS_LABEL_PATTERN
@@ -127,6 +128,18 @@ class LabelSelectorRequirement(ApiModel):
         json_schema_extra={"x-kubernetes-list-type": "atomic"},
     )
 
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Whether it is true of an object with these labels; one without the key is NotIn any values."""
+        match self.operator:
+            case "In":
+                return labels.get(self.key) in self.values
+            case "NotIn":
+                return labels.get(self.key) not in self.values
+            case "Exists":
+                return self.key in labels
+            case "DoesNotExist":
+                return self.key not in labels
+
 
 class LabelSelector(ApiModel):
     """A label selector as Kubernetes writes it; all of it must match, and an empty one selects everything."""
@@ -140,6 +153,26 @@ class LabelSelector(ApiModel):
         description="matchExpressions must all be true.",
         json_schema_extra={"x-kubernetes-list-type": "atomic"},
     )
+
+    def selects(self, labels: Mapping[str, str]) -> bool:
+        """Whether it takes an object with these labels."""
+        labels_match = all(labels.get(key) == value for key, value in self.match_labels.items())
+        return labels_match and all(requirement.holds(labels) for requirement in self.match_expressions)
+
+
+SYSTEM_NAMESPACE = "kube-system"
+
+
+def allows_namespace(
+    selector: LabelSelector | None, namespace: str, labels: Mapping[str, str], *, operator_namespace: str
+) -> bool:
+    """Whether pods of this namespace, which has these labels, may attach: webhook and attacher ask it alike.
+
+    A selector alone decides; without one it is all but kube-system and the operator's own.
+    """
+    if selector is None:
+        return namespace not in (SYSTEM_NAMESPACE, operator_namespace)
+    return selector.selects(labels)
 
 
 GPU_TOLERATION: Mapping[str, Any] = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -162,38 +195,10 @@ class Toleration(ApiModel):
     )
 
 
-def _bytes(field: str) -> str:
-    """CEL: the exact int of a quantity field.
-
-    A number is itself. `0.5Gi` is no integer to CEL's quantity, but its float is exact below 2^53. Written without
-    `string()`, whose cost the API server takes for boundless.
-    """
-    quantity = f"quantity({field})"
-    text = f"({quantity}.isInteger() ? {quantity}.asInteger() : int({quantity}.asApproximateFloat()))"
-    return f"(type({field}) == int ? int({field}) : {text})"
-
-
-def _is_whole(field: str) -> str:
-    """CEL: whether the quantity is exactly that int."""
-    return f"(type({field}) == int || quantity({field}).sub({_bytes(field)}).compareTo(quantity('0')) == 0)"
-
-
 class Quota(ApiModel):
     """Bytes of one Kubernetes namespace on each node, counted by the namespace of the pod that stored."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                {
-                    "rule": f"!has(self.limit) || {_bytes('self.guaranteed')} <= {_bytes('self.limit')}",
-                    "messageExpression": "'guaranteed %s of namespace %s is more than its limit %s: raise limit or "
-                    "lower guaranteed'.format([self.guaranteed, self.namespace, self.limit])",
-                    "message": "guaranteed must not exceed limit: raise limit or lower guaranteed",
-                    "fieldPath": ".guaranteed",
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"x-kubernetes-validations": [dict(rule) for rule in QUOTA_RULES]})
 
     namespace: NamespaceName = Field(description="namespace is the Kubernetes namespace that this quota is for.")
     guaranteed: Quantity = Field(
@@ -202,45 +207,6 @@ class Quota(ApiModel):
     limit: Quantity | None = Field(
         default=None, description="limit is the most that it may hold on each node; absent: the capacity."
     )
-
-
-_PAGE = "(self.pageSize == '1Gi' ? 1073741824 : 2097152)"
-_CAPACITY = _bytes("self.capacity")
-_NEAREST = f"({_CAPACITY} < {_PAGE} ? 1 : {_CAPACITY} / {_PAGE})"
-"""Pages just below the capacity; one where that would be none."""
-_GUARANTEED = f"self.quotas.map(q, {_bytes('q.guaranteed')}).sum()"
-
-SPEC_RULES: list[dict[str, str]] = [
-    {
-        "rule": f"{_is_whole('self.capacity')} && {_CAPACITY} > 0 && {_CAPACITY} % {_PAGE} == 0",
-        # one format() of a literal: the cost of concatenating what it gives would be taken for boundless
-        "messageExpression": "'%s is not a positive multiple of the page size %s: the nearest multiples are %d and %d "
-        f"bytes'.format([self.capacity, self.pageSize, {_NEAREST} * {_PAGE}, ({_NEAREST} + 1) * {_PAGE}])",
-        "message": "capacity must be a positive multiple of pageSize",
-        "fieldPath": ".capacity",
-    },
-    {
-        "rule": f"{_GUARANTEED} <= {_CAPACITY}",
-        "messageExpression": "'%d bytes are guaranteed in all, the capacity is %s: raise capacity or lower guaranteed'"
-        f".format([{_GUARANTEED}, self.capacity])",
-        "message": "the sum of quotas[].guaranteed must not exceed capacity: raise capacity or lower guaranteed",
-        "fieldPath": ".quotas",
-    },
-    {
-        "rule": "self.pageSize == oldSelf.pageSize",
-        "messageExpression": "'pageSize cannot be changed from ' + oldSelf.pageSize + ' to ' + self.pageSize + "
-        "': make a second pool with the other page size and delete this one'",
-        "message": "pageSize cannot be changed",
-        "fieldPath": ".pageSize",
-    },
-    {
-        "rule": "self.sharing == oldSelf.sharing",
-        "messageExpression": "'sharing cannot be changed from ' + oldSelf.sharing + ' to ' + self.sharing + "
-        "': blocks that are there would change hands; make a second pool and delete this one'",
-        "message": "sharing cannot be changed",
-        "fieldPath": ".sharing",
-    },
-]
 
 
 class KVOffloadPoolSpec(ApiModel):

@@ -6,11 +6,13 @@ under its own field manager. The daemon reads its object through `KVOffloadRegio
 
 import hashlib
 from datetime import datetime
+from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
 from kvoffload.api.conditions import MAX_CONDITIONS, Condition
+from kvoffload.api.keys import PredictedLayout
 from kvoffload.api.model import (
     ApiModel,
     ApiObject,
@@ -35,9 +37,25 @@ from kvoffload.api.pool import (
 
 MAX_NAME_LENGTH = 253
 MAX_ENGINES = 64
-LEFT_ALONE = "left-alone"
-"""What stands for the confirmed layout of an engine without offload."""
 _Short = Annotated[str, Field(max_length=256)]
+
+
+class ConfirmedLayout(StrEnum):
+    """What an engine's ranks have found, in `confirmedLayout`, which is empty until all have said."""
+
+    REPLICATED = "replicated"
+    """One copy for all ranks."""
+    PER_RANK = "per-rank"
+    SHARED = "shared"
+    """Some ranks share a part."""
+    LEFT_ALONE = "left-alone"
+    """The engine runs without offload, and only tells why."""
+
+
+def is_mispredicted(predicted: str, confirmed: str) -> bool:
+    """Whether an engine takes more of the pool than was predicted: a part for each rank, or for some."""
+    more = (ConfirmedLayout.PER_RANK, ConfirmedLayout.SHARED)
+    return predicted == PredictedLayout.REPLICATED and confirmed in more
 
 
 def region_name(pool: str, node: str) -> str:
@@ -142,6 +160,16 @@ class RegionEngine(ApiModel):
     stored_bytes: ByteCount = Field(default=0, description="storedBytes since it attached.")
     loaded_bytes: ByteCount = Field(default=0, description="loadedBytes since it attached.")
     attached_since: datetime | None = Field(default=None, description="attachedSince is when its first rank attached.")
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the engine runs without offload, and only tells why."""
+        return self.confirmed_layout == ConfirmedLayout.LEFT_ALONE
+
+    @property
+    def is_mispredicted(self) -> bool:
+        """Whether its ranks found a layout that takes more of the pool than was predicted."""
+        return is_mispredicted(self.predicted_layout, self.confirmed_layout)
 
 
 class KVOffloadRegionStatus(MemoryStatus):

@@ -19,7 +19,7 @@ from kvoffload.api.keys import (
     REPLICATED_LAYOUT_ANNOTATION,
     VERSION,
 )
-from kvoffload.api.pool import LabelSelector
+from kvoffload.api.pool import allows_namespace
 from kvoffload.api.region import KVOffloadRegion, region_name
 from kvoffload_node.watching import Watching, describe
 
@@ -121,38 +121,26 @@ class NodePods:
                 self.current = others | ({pod.metadata.uid: _observe(pod)} if is_ours else {})
 
     def _allowed_namespaces(self, namespaces: set[str]) -> set[str]:
-        """Those that the pool's namespaceSelector takes; without one all but kube-system and our own."""
+        """Those whose pods the pool takes."""
         if not namespaces:
             return set()
         manifest = self._custom.get_cluster_custom_object(
             GROUP, VERSION, REGION_PLURAL, region_name(self._pool, self._node_name), _request_timeout=10
         )
         selector = KVOffloadRegion.from_manifest(manifest).spec.namespace_selector
-        if selector is None:
-            return namespaces - {"kube-system", self._own_namespace}
-        return {name for name in namespaces - {"kube-system"} if self._has_labels(name, selector)}
+        return {
+            name
+            for name in namespaces
+            if allows_namespace(
+                selector,
+                name,
+                {} if selector is None else self._labels_of(name),
+                operator_namespace=self._own_namespace,
+            )
+        }
 
-    def _has_labels(self, namespace: str, selector: LabelSelector) -> bool:
-        labels = self._core.read_namespace(namespace, _request_timeout=10).metadata.labels or {}
-        return selects(selector, labels)
-
-
-def selects(selector: LabelSelector, labels: dict[str, str]) -> bool:
-    """Whether the selector takes an object with these labels; an empty selector takes all."""
-    if any(labels.get(key) != value for key, value in selector.match_labels.items()):
-        return False
-    for requirement in selector.match_expressions:
-        present = requirement.key in labels
-        among = labels.get(requirement.key) in requirement.values
-        matched = {
-            "In": present and among,
-            "NotIn": not among,
-            "Exists": present,
-            "DoesNotExist": not present,
-        }[requirement.operator]
-        if not matched:
-            return False
-    return True
+    def _labels_of(self, namespace: str) -> dict[str, str]:
+        return dict(self._core.read_namespace(namespace, _request_timeout=10).metadata.labels or {})
 
 
 def _observe(pod: client.V1Pod) -> ObservedPod:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kvoffload.api.region import LEFT_ALONE
+from kvoffload.api.region import ConfirmedLayout
 from kvoffload.layout.rows import RankPart, Row, plan_row
 from kvoffload.protocol.messages import LEFT_ALONE_PREFIX
 from kvoffload_node.index.quotas import Account
@@ -151,12 +151,12 @@ class Engine(WriteOwner):
         """`replicated`, `per-rank`, `shared` (some ranks share a part), `left-alone`, or empty until all ranks have
         said."""
         if self.is_left_alone:
-            return LEFT_ALONE
+            return ConfirmedLayout.LEFT_ALONE
         if self.row is None:
             return ""
         if self.row.is_replicated:
-            return "replicated"
-        return "shared" if max(self.row.sharers) > 1 else "per-rank"
+            return ConfirmedLayout.REPLICATED
+        return ConfirmedLayout.SHARED if max(self.row.sharers) > 1 else ConfirmedLayout.PER_RANK
 
     @property
     def reason(self) -> str:

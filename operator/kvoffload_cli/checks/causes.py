@@ -9,7 +9,7 @@ Used by the checks of pools. Pure. In the order in which one thing explains the 
 
 from datetime import timedelta
 
-from kvoffload.api.conditions import RegionReason, find
+from kvoffload.api.conditions import RegionCondition, RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPool, Mode
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts
@@ -90,13 +90,15 @@ def is_young(facts: ClusterFacts, pod: DaemonPod) -> bool:
 
 def speaks_of_itself(region: KVOffloadRegion) -> bool:
     """Whether the daemon says in the region why it does not serve."""
-    ready = find(region.status.conditions, "Ready")
+    ready = find(region.status.conditions, RegionCondition.READY)
     return ready is not None and ready.status != "True" and ready.reason not in PASSING_REASONS
 
 
 def is_explained(facts: ClusterFacts, region: KVOffloadRegion) -> bool:
     """Whether another finding says why the region is not ready."""
-    node_ready, ready = (find(region.status.conditions, kind) for kind in ("NodeReady", "Ready"))
+    node_ready, ready = (
+        find(region.status.conditions, kind) for kind in (RegionCondition.NODE_READY, RegionCondition.READY)
+    )
     said = node_ready if node_ready is not None and node_ready.status == "False" else ready
     place = {"pool": region.spec.pool_name, "node": region.spec.node_name}
     if (ready is None or said is node_ready) and is_short_by_name(facts, **place):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvoffload.api.conditions import RegionReason, find
+from kvoffload.api.conditions import RegionCondition, RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPool
 from kvoffload.api.reservation import RESTART_KUBELET, reserve_remedy
 from kvoffload.units import format_bytes
@@ -39,7 +39,7 @@ def kubelet_counts_missing_pages(facts: ClusterFacts) -> Found:
     """The kubelet has room for the pool, and the node's daemon does not find the pages: they went after it started."""
     for pool, node, pages in _pages_of(facts):
         region = facts.region(pool=pool.name, node=node.name)
-        ready = find(region.status.conditions, "Ready") if region else None
+        ready = find(region.status.conditions, RegionCondition.READY) if region else None
         if ready is None or ready.reason != RegionReason.PAGES_UNAVAILABLE:
             continue
         if pages.allocatable_bytes >= pool.spec.capacity:

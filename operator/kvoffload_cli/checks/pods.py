@@ -60,7 +60,7 @@ def layout_differs_from_prediction(facts: ClusterFacts) -> Found:
     """The webhook predicted one copy for all ranks and the engine found otherwise."""
     for (namespace, name), engines in sorted(facts.engines.items()):
         for engine in engines:
-            if engine.predicted_layout == "replicated" and engine.confirmed_layout in ("per-rank", "shared"):
+            if engine.is_mispredicted:
                 message = (
                     f"engine {engine.engine_id}: predicted replicated, confirmed {engine.confirmed_layout} "
                     f"({engine.reason}): {engine.message}"

@@ -1,6 +1,6 @@
 """Checks of pools, their nodes, pages, daemons and regions. Pure."""
 
-from kvoffload.api.conditions import find
+from kvoffload.api.conditions import PoolCondition, RegionCondition, find
 from kvoffload.api.pool import KVOffloadPool, Mode, PageSize
 from kvoffload.api.reservation import reserve_remedy
 from kvoffload.units import format_bytes
@@ -129,8 +129,8 @@ def region_does_not_serve(facts: ClusterFacts) -> Found:
         subject, spec = f"region/{region.name}", region.spec
         if region.deleting:
             continue
-        ready, degraded = (find(region.status.conditions, kind) for kind in ("Ready", "Degraded"))
-        node_ready = find(region.status.conditions, "NodeReady")
+        kinds = (RegionCondition.READY, RegionCondition.NODE_READY, RegionCondition.DEGRADED)
+        ready, node_ready, degraded = (find(region.status.conditions, kind) for kind in kinds)
         why = f"kubectl describe kvregion {region.name}"
         if (ready is None or ready.status != "True") and is_explained(facts, region):
             pass
@@ -153,7 +153,7 @@ def daemon_logs(pool: str) -> str:
 def pool_is_not_ready(facts: ClusterFacts) -> Found:
     """A pool's Ready condition is not True, and nothing said before explains it; its message names the nodes."""
     for pool in facts.pools:
-        ready = find(pool.status.conditions, "Ready")
+        ready = find(pool.status.conditions, PoolCondition.READY)
         if pool.spec.mode is Mode.ACTIVE and is_pool_explained(facts, pool):
             continue
         if pool.spec.mode is not Mode.ACTIVE:
@@ -178,7 +178,7 @@ def pool_is_not_ready(facts: ClusterFacts) -> Found:
 
 def is_pool_explained(facts: ClusterFacts, pool: KVOffloadPool) -> bool:
     """Whether a finding about the operator, a node, a daemon or a region says why the pool is not ready."""
-    if find(pool.status.conditions, "Ready") is None:
+    if find(pool.status.conditions, PoolCondition.READY) is None:
         has_operator = any(one.component == "operator" and one.num_ready for one in facts.workloads)
         return not has_operator and Part.DEPLOYMENTS not in facts.unread
     nodes = facts.matching_nodes(pool)

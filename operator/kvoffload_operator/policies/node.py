@@ -65,6 +65,20 @@ class NodeViolation:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class NodeVerdict:
+    """How one pool counts a node."""
+
+    node: str
+    violation: NodeViolation | None
+    """None: it serves."""
+
+    @property
+    def state(self) -> NodeState:
+        """The violation's, or ready."""
+        return self.violation.state if self.violation is not None else NodeState.READY
+
+
 NodeCheck = Callable[[NodeFacts], NodeViolation | None]
 
 _TOLERATED_BY_DAEMONSETS = frozenset(

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from kvoffload.api.keys import POOL_LABEL, SKIP_REASON_ANNOTATION, PredictedLayout, SkipReason
-from kvoffload.api.region import LEFT_ALONE, MAX_ENGINES, KVOffloadRegion, RegionEngine, region_name
+from kvoffload.api.keys import POOL_LABEL, SKIP_REASON_ANNOTATION, SkipReason
+from kvoffload.api.region import MAX_ENGINES, KVOffloadRegion, RegionEngine, region_name
 from kvoffload_operator.events import EventRecorder, PodEvent, Regarding
-from kvoffload_operator.observe import ClusterView, ObservedPod
+from kvoffload_operator.observe import ObservedPod
+from kvoffload_operator.view import ClusterView
 
 UNATTACHED_REASONS: tuple[str, ...] = (*SkipReason, PodEvent.MISSED_BY_WEBHOOK, PodEvent.UNATTACHED)
 """Every reason of `count_unattached`."""
@@ -54,7 +55,7 @@ def plan_pod(
             )
         )
     for engine in engines:
-        if engine.confirmed_layout == LEFT_ALONE:
+        if engine.is_left_alone:
             plans.append(
                 PodPlan(
                     PodEvent.ENGINE_DECLINED,
@@ -62,10 +63,7 @@ def plan_pod(
                     warning=True,
                 )
             )
-        elif engine.predicted_layout == PredictedLayout.REPLICATED and engine.confirmed_layout not in (
-            "",
-            "replicated",
-        ):
+        elif engine.is_mispredicted:
             plans.append(
                 PodPlan(
                     PodEvent.LAYOUT_NOT_CONFIRMED,

@@ -19,10 +19,10 @@ from kvoffload.api.keys import (
 )
 from kvoffload.api.pool import Fallback, KVOffloadPool, KVOffloadPoolStatus, Mode
 from kvoffload.api.region import KVOffloadRegion
+from kvoffload.errors import KVOffloadError
 from kvoffload_operator.events import EventRecorder, Regarding
 from kvoffload_operator.kube import DAEMONSETS, PODS, POOLS, REGIONS, ApiServerError, KubeClient
 from kvoffload_operator.observe import (
-    ClusterView,
     ObservedDaemonPod,
     ObservedDaemonSet,
     ObservedNode,
@@ -44,11 +44,13 @@ from kvoffload_operator.reconcilers.region import NodePlan, apply_node, label_no
 from kvoffload_operator.resources.daemonset import SPEC_HASH_ANNOTATION, DaemonSetOptions, build_daemonset
 from kvoffload_operator.status import (
     InjectionHealth,
+    build_failed_status,
     build_invalid_status,
     build_pool_status,
     find_transitions,
 )
-from kvoffload_operator.webhook.validation import validate_pool_spec
+from kvoffload_operator.view import ClusterView
+from kvoffload_operator.webhook.validation import validate_pool_name, validate_pool_spec
 
 REQUEUE_PENDING_SECONDS = 5.0
 MAX_CONFLICT_MESSAGE = 300
@@ -93,7 +95,8 @@ def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
     observed = facts.pool
     problems = [observed.problem] if observed.problem else []
     if observed.pool is not None:
-        problems = [str(error) for error in validate_pool_spec(observed.pool.spec).errors]
+        errors = (*validate_pool_name(observed.name), *validate_pool_spec(observed.pool.spec).errors)
+        problems = [str(error) for error in errors]
     if observed.pool is None or problems:
         status = build_invalid_status(observed, "; ".join(problems), facts.now)
         return PoolPlan(None, (), (), {}, _if_changed(observed, status))
@@ -166,7 +169,7 @@ def _fallback_in_use(fallback: Fallback) -> list[PoolViolation]:
 
 
 def _if_changed(pool: ObservedPool, status: KVOffloadPoolStatus) -> KVOffloadPoolStatus | None:
-    return None if KVOffloadPoolStatus.model_validate(dict(pool.status)) == status else status
+    return None if pool.status == status else status
 
 
 def _pod_capacity(capacity_bytes: int, facts: PoolFacts) -> int:
@@ -236,11 +239,24 @@ class PoolReconciler:
         self.injection = InjectionHealth(PoolReason.WEBHOOK_UNAVAILABLE, "the webhook has not been looked at yet")
 
     async def reconcile(self, name: str, now: datetime) -> float | None:
-        """One pass over one pool; returns seconds after which to come back although nothing changed, or None."""
+        """One pass over one pool; returns seconds after which to come back although nothing changed, or None.
+
+        What nobody expected, and what the API server finds invalid, is said in the pool's condition Ready, and raised.
+        """
         observed = self._view.pools.get(name)
         if observed is None or observed.deleting:
             await self._reconcile_absent(name)
             return None
+        try:
+            return await self._reconcile_present(observed, now)
+        except Exception as error:
+            passes = isinstance(error, KVOffloadError | TimeoutError)
+            if passes and not (isinstance(error, ApiServerError) and error.is_invalid):
+                raise
+            await self._write_status(observed, _if_changed(observed, build_failed_status(observed, error, now)))
+            raise
+
+    async def _reconcile_present(self, observed: ObservedPool, now: datetime) -> float | None:
         facts = await self._observe(observed, now)
         plan = plan_pool(facts, self._options)
         if plan.daemonset is not None:
@@ -297,12 +313,16 @@ class PoolReconciler:
         for node, labels in plan.labels_to_remove.items():
             await label_node(self._kube, self._view, node, dict.fromkeys(labels))
         await self._apply_nodes(plan.nodes)
-        if plan.status is None:
+        await self._write_status(observed, plan.status)
+
+    async def _write_status(self, observed: ObservedPool, status: KVOffloadPoolStatus | None) -> None:
+        """One write, then its events; None: nothing has changed."""
+        if status is None:
             return
         try:
             written = await self._kube.apply(
                 POOLS,
-                {"metadata": {"name": observed.name}, "status": plan.status.to_manifest()},
+                {"metadata": {"name": observed.name}, "status": status.to_manifest()},
                 field_manager=OPERATOR_FIELD_MANAGER,
                 subresource="status",
             )
@@ -311,7 +331,7 @@ class PoolReconciler:
                 return
             raise
         self._view.update_pool(written)
-        for transition in find_transitions(observed.status, plan.status):
+        for transition in find_transitions(observed.status, status):
             await self._recorder.record_condition(
                 Regarding.pool(observed.name, observed.uid), transition.condition, warning=transition.is_warning
             )

@@ -19,25 +19,23 @@ from kvoffload.api.keys import (
 from kvoffload.api.pool import Mode
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload_operator.kube import NODES, REGIONS, ApiServerError, KubeClient
-from kvoffload_operator.observe import ClusterView
 from kvoffload_operator.policies.node import (
     NODE_CHECKS,
     REPORT_CHECKS,
     NodeFacts,
     NodeState,
+    NodeVerdict,
     NodeViolation,
     first_violation,
 )
 from kvoffload_operator.resources.region import build_region, build_region_spec
+from kvoffload_operator.view import ClusterView
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlan:
-    """What to write for one node; None and empty mean that nothing is to be written."""
+class NodePlan(NodeVerdict):
+    """A node's verdict, and what to write for it; None and empty mean that nothing is to be written."""
 
-    node: str
-    state: NodeState
-    violation: NodeViolation | None
     region: Mapping[str, Any] | None
     """Region to apply."""
     node_ready: Condition | None
@@ -57,7 +55,6 @@ def plan_node(facts: NodeFacts, *, pool: str, pool_uid: str, may_create: bool) -
     unfit = first_violation(facts, NODE_CHECKS)
     short = unfit is not None and unfit.state is NodeState.SHORT_OF_PAGES
     violation = unfit or first_violation(facts, REPORT_CHECKS)
-    state = violation.state if violation else NodeState.READY
     desired = build_region_spec(pool, facts.node.name, facts.spec)
     manifest = build_region(pool, pool_uid, desired)
     name = str(manifest["metadata"]["name"])
@@ -65,12 +62,11 @@ def plan_node(facts: NodeFacts, *, pool: str, pool_uid: str, may_create: bool) -
     wanted = exists or may_create
     return NodePlan(
         node=facts.node.name,
-        state=state,
         violation=violation,
         region=manifest if wanted and _differs(facts, desired) else None,
         node_ready=_node_ready(facts, unfit) if wanted else None,
         region_name=name,
-        labels=_labels(facts, pool, ready=state is NodeState.READY, runs=not short, may_create=may_create),
+        labels=_labels(facts, pool, ready=violation is None, runs=not short, may_create=may_create),
     )
 
 

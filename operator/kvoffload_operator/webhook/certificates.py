@@ -6,8 +6,10 @@ certificate:
     1. announce   a new CA and certificate are stored beside the present ones (`next-*`); caBundle = present + next
     2. promote    once the API servers have had time to see that bundle, next becomes present; previous stays trusted
 
-The webhook's pods read the Secret and reload in place; whichever of the two they serve, it is trusted. `plan_rotation`
-is pure; `ensure_certificates` runs in the leader, `CertificateWatch` in the webhook.
+The webhook's pods read the Secret and reload in place; whichever of the two they serve, it is trusted.
+`plan_rotation` decides from what it is given, and makes keys and certificates where new ones are needed (OpenSSL loads
+pairs from files only, so it writes them to a temporary folder to try them). `ensure_certificates` runs in the leader,
+`CertificateWatch` in the webhook.
 """
 
 import asyncio
@@ -34,13 +36,24 @@ from kvoffload_operator.kube import SECRETS, KubeClient, Resource
 logger = logging.getLogger(__name__)
 
 PRESENT = ("ca.crt", "tls.crt", "tls.key")
-NEXT = tuple(f"next-{name}" for name in PRESENT)
+NEXT_PREFIX = "next-"
+NEXT = tuple(f"{NEXT_PREFIX}{name}" for name in PRESENT)
 PREVIOUS_CA = "previous-ca.crt"
 ANNOUNCED_AT = "announced-at"
 PROMOTE_AFTER = timedelta(seconds=15)
 """Time for every API server to see a new caBundle before a certificate that needs it is served."""
 FOLLOW_SECONDS = 5.0
 """How often the webhook looks whether its source changed."""
+
+
+UNREADABLE = (
+    ValueError,
+    x509.InvalidVersion,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+"""What reading a certificate raises that somebody else made."""
 
 
 class CertificateUnusable(KVOffloadError):
@@ -126,36 +139,58 @@ def _names(pem: bytes) -> frozenset[str]:
     return frozenset(extension.value.get_values_for_type(x509.DNSName))
 
 
+def _usable_validity(
+    stored: Mapping[str, bytes], prefix: str, dns_names: tuple[str, ...], now: datetime
+) -> tuple[datetime, datetime] | None:
+    """Begin and end of a stored pair that can be served now, None where it is missing, broken, foreign or over."""
+    try:
+        certificate, key, ca = (stored[f"{prefix}{name}"] for name in ("tls.crt", "tls.key", "ca.crt"))
+        begins, ends = _validity(certificate)
+        usable = begins <= now < ends and frozenset(dns_names) <= _names(certificate)
+        _validity(ca)
+        load_context(certificate, key)
+    except (KeyError, CertificateUnusable, *UNREADABLE):
+        return None
+    return (begins, ends) if usable else None
+
+
+def _announced_at(stored: Mapping[str, bytes], now: datetime) -> datetime | None:
+    """When the next pair was announced, None where nobody can tell: no such time, or one that is yet to come."""
+    try:
+        announced = datetime.fromisoformat(stored[ANNOUNCED_AT].decode())
+        return announced if announced <= now + PROMOTE_AFTER else None
+    except (KeyError, ValueError, TypeError):  # TypeError: a time without a zone cannot be compared
+        return None
+
+
 def plan_rotation(
     stored: Mapping[str, bytes], *, dns_names: tuple[str, ...], now: datetime, lifetime: timedelta
 ) -> RotationPlan:
-    """Decide from what the Secret holds; a broken or foreign Secret is replaced."""
-    try:
-        begins, ends = _validity(stored["tls.crt"])
-        usable = begins <= now < ends and frozenset(dns_names) <= _names(stored["tls.crt"])
-        _validity(stored["ca.crt"])
-        load_context(stored["tls.crt"], stored["tls.key"])
-    except (KeyError, ValueError, x509.ExtensionNotFound, CertificateUnusable):
-        usable = False
-    if not usable:
+    """Decide from what the Secret holds; what is broken or foreign in it is replaced, a bad next pair dropped."""
+    validity = _usable_validity(stored, "", dns_names, now)
+    if validity is None:
         made = make_certificate(dns_names, now=now, lifetime=lifetime)
         bundle = _bundle(now, made["ca.crt"], stored.get("ca.crt"))
         return RotationPlan(made, bundle, PROMOTE_AFTER, now + lifetime, "make")
-    if all(name in stored for name in NEXT):
-        announced = datetime.fromisoformat(stored[ANNOUNCED_AT].decode())
+    begins, ends = validity
+    following, announced = _usable_validity(stored, NEXT_PREFIX, dns_names, now), _announced_at(stored, now)
+    if following is not None and announced is not None:
         left = announced + PROMOTE_AFTER - now
         if left > timedelta():
             return RotationPlan(None, _bundle(now, stored["ca.crt"], stored["next-ca.crt"]), left, ends, "announced")
-        promoted = {name: stored[f"next-{name}"] for name in PRESENT} | {PREVIOUS_CA: stored["ca.crt"]}
+        promoted = {name: stored[f"{NEXT_PREFIX}{name}"] for name in PRESENT} | {PREVIOUS_CA: stored["ca.crt"]}
         bundle = _bundle(now, promoted["ca.crt"], promoted[PREVIOUS_CA])
-        return RotationPlan(promoted, bundle, PROMOTE_AFTER, _validity(promoted["tls.crt"])[1], "promote")
+        return RotationPlan(promoted, bundle, PROMOTE_AFTER, following[1], "promote")
     renew_at = begins + (ends - begins) * 2 / 3
     if now >= renew_at:
         made = make_certificate(dns_names, now=now, lifetime=lifetime)
-        data = dict(stored) | {f"next-{name}": value for name, value in made.items()}
+        data = dict(stored) | {f"{NEXT_PREFIX}{name}": value for name, value in made.items()}
         data[ANNOUNCED_AT] = now.isoformat().encode()
         return RotationPlan(data, _bundle(now, stored["ca.crt"], made["ca.crt"]), PROMOTE_AFTER, ends, "announce")
     bundle = _bundle(now, stored["ca.crt"], stored.get(PREVIOUS_CA))
+    kept = {name: value for name, value in stored.items() if name not in (*NEXT, ANNOUNCED_AT)}
+    if len(kept) < len(stored):
+        return RotationPlan(kept, bundle, renew_at - now, ends, "drop a next certificate that cannot be used")
     return RotationPlan(None, bundle, renew_at - now, ends)
 
 
@@ -166,7 +201,7 @@ def _bundle(now: datetime, *cas: bytes | None) -> bytes:
         try:
             if ca and _validity(ca)[1] > now:
                 kept[ca.strip() + b"\n"] = None
-        except ValueError:
+        except UNREADABLE:
             continue  # a foreign or broken CA is not worth trusting
     return b"".join(kept)
 
@@ -213,12 +248,11 @@ def _secret(name: str, namespace: str, owner: Mapping[str, str]) -> dict[str, An
 async def ensure_bundle(kube: KubeClient, resource: Resource, name: str, bundle: bytes) -> None:
     """Set caBundle of every webhook of that configuration, and nothing else of it."""
     found = await kube.get(resource, name)
-    if found is None:
-        return
+    configured = (found or {}).get("webhooks") or []  # somebody may have emptied it
     encoded = base64.b64encode(bundle).decode()
-    if all(webhook["clientConfig"].get("caBundle") == encoded for webhook in found["webhooks"]):
+    if all(webhook["clientConfig"].get("caBundle") == encoded for webhook in configured):
         return
-    webhooks = [{"name": webhook["name"], "clientConfig": {"caBundle": encoded}} for webhook in found["webhooks"]]
+    webhooks = [{"name": webhook["name"], "clientConfig": {"caBundle": encoded}} for webhook in configured]
     await kube.apply(resource, {"metadata": {"name": name}, "webhooks": webhooks}, field_manager=OPERATOR_FIELD_MANAGER)
 
 
@@ -231,7 +265,8 @@ def load_context(certificate: bytes, key: bytes, context: ssl.SSLContext | None 
         key_path.touch(mode=0o600)
         key_path.write_bytes(key)
         try:
-            context.load_cert_chain(certificate_path, key_path)
+            # with a password, OpenSSL asks nobody for one
+            context.load_cert_chain(certificate_path, key_path, password="")
         except ssl.SSLError as error:
             raise CertificateUnusable(
                 f"certificate and key do not load: {error}; needed a matching PEM pair"
@@ -313,8 +348,9 @@ class CertificateWatch:
                 return context
             context = load_context(*pair, context)
             begins, self._expires_at = _validity(pair[0])
-        except (KVOffloadError, ValueError, OSError) as error:
-            logger.warning("serving certificate not read, the present one stays: %s", error)
+        except Exception as error:  # noqa: BLE001 -- whatever the source holds, what is served stays served
+            words = f"{type(error).__name__}: {error}"
+            logger.warning("serving certificate not read, the present one stays: %.500s", words)
             return context
         self._loaded = pair
         metrics.certificate_expiry_timestamp_seconds.set(self._expires_at.timestamp())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvoffload_operator.webhook.shell import ASSIGNMENT, UNKNOWN, simple_commands
+from kvoffload_operator.webhook.text_budget import TextBudget, TextTooLong
 
 SHELLS = frozenset({"sh", "bash", "ash", "dash", "zsh", "ksh"})
 _KUBELET_VARIABLE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
@@ -78,6 +79,8 @@ class CommandLine:
     """Whether all options are known: False after a `--config` file, `"$@"` of unknown content or the like."""
     uses_ray: bool = False
     """Whether the script starts Ray."""
+    unread: str = ""
+    """Why it was not read to its end, where it grows beyond all measure; empty otherwise."""
 
     def number(self, name: str, default: int) -> int | None:
         """An integer option; None where it cannot be told."""
@@ -99,20 +102,34 @@ class CommandLine:
 
 
 def parse_command_line(
-    command: Sequence[str], args: Sequence[str], environment: Mapping[str, str | None], image: str = ""
+    command: Sequence[str],
+    args: Sequence[str],
+    environment: Mapping[str, str | None],
+    image: str = "",
+    *,
+    budget: TextBudget | None = None,
 ) -> CommandLine:
-    """Find vLLM's arguments. `environment` maps names to literal values, None where they come from elsewhere."""
-    words = [_expand_kubelet(word, environment) for word in (*command, *args)]
-    if not command:
-        found = _find_vllm(words)
-        if found is None and "vllm" not in image.lower():
-            return CommandLine(Launch.UNKNOWN, is_complete=False)
-        options, complete = _parse_options(words if found is None else found)
-        return CommandLine(Launch.IMAGE if found is None else Launch.VLLM, options, complete)
-    return _parse_words(words, environment, depth=0)
+    """Find vLLM's arguments. `environment` maps names to literal values, None where they come from elsewhere.
+
+    `budget` is the pod's, a new one unless given; where it is spent, the command line is unknown.
+    """
+    budget = budget or TextBudget()
+    try:
+        words = [_expand_kubelet(word, environment, budget) for word in (*command, *args)]
+        if command:
+            return _parse_words(words, environment, budget, depth=0)
+    except TextTooLong as error:
+        return CommandLine(Launch.UNKNOWN, is_complete=False, unread=str(error))
+    found = _find_vllm(words)
+    if found is None and "vllm" not in image.lower():
+        return CommandLine(Launch.UNKNOWN, is_complete=False)
+    options, complete = _parse_options(words if found is None else found)
+    return CommandLine(Launch.IMAGE if found is None else Launch.VLLM, options, complete)
 
 
-def _parse_words(words: Sequence[str], environment: Mapping[str, str | None], *, depth: int) -> CommandLine:
+def _parse_words(
+    words: Sequence[str], environment: Mapping[str, str | None], budget: TextBudget, *, depth: int
+) -> CommandLine:
     script = _shell_script(words)
     if script is None:
         found = _find_vllm(words)
@@ -125,16 +142,17 @@ def _parse_words(words: Sequence[str], environment: Mapping[str, str | None], *,
     if UNKNOWN in text or len(text) > MAX_SCRIPT_LENGTH or depth >= MAX_SHELL_DEPTH:
         return CommandLine(Launch.UNKNOWN, is_complete=False)
     uses_ray = False
-    for simple in simple_commands(text, dict(environment), positional):
+    for simple in simple_commands(text, environment, positional, budget):
         uses_ray = uses_ray or _starts_ray(simple)
-        inner = _parse_words(simple, environment, depth=depth + 1) if simple else None
+        inner = _parse_words(simple, environment, budget, depth=depth + 1) if simple else None
         if inner is not None and inner.launch is Launch.VLLM:
             return CommandLine(Launch.VLLM, inner.options, inner.is_complete, uses_ray or inner.uses_ray)
     return CommandLine(Launch.UNKNOWN, is_complete=False, uses_ray=uses_ray)
 
 
-def _expand_kubelet(word: str, environment: Mapping[str, str | None]) -> str:
+def _expand_kubelet(word: str, environment: Mapping[str, str | None], budget: TextBudget) -> str:
     """`$(VAR)` as the kubelet expands it: a name it does not know stays as it stands, `$$` is one dollar."""
+    budget.spend(len(word) + 1)
 
     def expand(match: re.Match[str]) -> str:
         if match.group(0) == "$$":
@@ -143,7 +161,10 @@ def _expand_kubelet(word: str, environment: Mapping[str, str | None]) -> str:
         if name not in environment:
             return match.group(0)
         value = environment[name]
-        return UNKNOWN if value is None else value
+        if value is None:
+            return UNKNOWN
+        budget.spend(len(value))
+        return value
 
     return _KUBELET_VARIABLE.sub(expand, word)
 

@@ -6,7 +6,7 @@ to.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvoffload import __version__
@@ -34,11 +34,11 @@ from kvoffload.api.keys import (
     SkipReason,
     ready_node_label,
 )
-from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout
+from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout, allows_namespace
 from kvoffload_operator.webhook.command_line import CommandLine, Launch, parse_command_line
 from kvoffload_operator.webhook.limits import find_excess
 from kvoffload_operator.webhook.prediction import EngineFacts, Prediction, find_refusal, predict_layout
-from kvoffload_operator.webhook.validation import selects
+from kvoffload_operator.webhook.text_budget import TextBudget
 
 Manifest = Mapping[str, Any]
 Operation = dict[str, Any]
@@ -46,7 +46,6 @@ Operation = dict[str, Any]
 PREFERENCE_WEIGHT = 50
 KEPT_PYTHONPATH = "KVOFFLOAD_USER_PYTHONPATH"
 KEPT_PLUGINS = "KVOFFLOAD_USER_VLLM_PLUGINS"
-SYSTEM_NAMESPACE = "kube-system"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,8 @@ class Outcome:
     skip_reason: SkipReason | None = None
     message: str = ""
     prediction: Prediction | None = None
+    unread: str = ""
+    """Why a command line of the pod was not read to its end; empty where all were."""
 
 
 @dataclass(slots=True)
@@ -88,21 +89,26 @@ class _Patch:
 
 def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
     """Decide and build the patch for one pod."""
-    annotations = pod["metadata"].get("annotations") or {}
     refused = _pool_refusal(facts)
     if refused is not None:
         return _skip(pod, *refused)
     assert facts.spec is not None
-    chosen = choose_container(pod, annotations.get(CONTAINER_ANNOTATION, ""))
+    lines = read_command_lines(pod["spec"]["containers"])
+    unread = next((line.unread for line in lines if line.unread), "")
+    return replace(_inject(pod, facts, facts.spec, lines), unread=unread)
+
+
+def _inject(pod: Manifest, facts: PoolFacts, spec: KVOffloadPoolSpec, lines: Sequence[CommandLine]) -> Outcome:
+    annotations = pod["metadata"].get("annotations") or {}
+    chosen = choose_container(pod["spec"]["containers"], lines, annotations.get(CONTAINER_ANNOTATION, ""))
     if isinstance(chosen, tuple):
         return _skip(pod, *chosen)
-    container = pod["spec"]["containers"][chosen]
-    line = read_command_line(container)
+    container, line = pod["spec"]["containers"][chosen], lines[chosen]
     engine = EngineFacts(
         line=line,
         image=container.get("image", ""),
         architecture=annotations.get(MODEL_ARCHITECTURE_ANNOTATION, ""),
-        replication_allowed=facts.spec.replicated_layout is not ReplicatedLayout.NEVER,
+        replication_allowed=spec.replicated_layout is not ReplicatedLayout.NEVER,
         mla_disabled=literal_environment(container).get("VLLM_MLA_DISABLE") in ("1", "true", "True"),
     )
     refusal = find_refusal(engine)
@@ -112,13 +118,13 @@ def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
     conflict = _conflict(pod, container, annotations)
     if conflict is not None:
         return _skip(pod, *conflict)
-    if facts.spec.mode is Mode.OBSERVE:
+    if spec.mode is Mode.OBSERVE:
         return _skip(pod, SkipReason.POOL_OBSERVED, "the pool's mode is Observe", prediction)
     patch = _Patch()
     _add_volume(patch, pod)
     _add_mount(patch, container, chosen)
     _add_environment(patch, container, chosen, annotations, facts, prediction)
-    _add_affinity(patch, pod, facts.name, facts.spec.attachment)
+    _add_affinity(patch, pod, facts.name, spec.attachment)
     if not patch.operations:
         return Outcome((), prediction=prediction)
     wanted = {INJECTED_ANNOTATION: __version__, REPLICATED_LAYOUT_ANNOTATION: prediction.annotation}
@@ -132,12 +138,8 @@ def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
 def _pool_refusal(facts: PoolFacts) -> tuple[SkipReason, str] | None:
     if facts.spec is None:
         return SkipReason.POOL_NOT_FOUND, f"there is no KVOffloadPool {facts.name!r}"
-    selector = facts.spec.namespace_selector
-    if selector is None:
-        allowed = facts.namespace not in (SYSTEM_NAMESPACE, facts.operator_namespace)
-    else:
-        allowed = selects(selector, dict(facts.namespace_labels))
-    if not allowed:
+    selector, labels = facts.spec.namespace_selector, facts.namespace_labels
+    if not allows_namespace(selector, facts.namespace, labels, operator_namespace=facts.operator_namespace):
         return SkipReason.NAMESPACE_NOT_ALLOWED, f"pool {facts.name} does not allow namespace {facts.namespace}"
     if facts.spec.mode is Mode.PAUSED:
         return SkipReason.POOL_PAUSED, f"pool {facts.name} is paused"
@@ -157,15 +159,16 @@ def _skip(pod: Manifest, reason: SkipReason, message: str, prediction: Predictio
 # --- which container ------------------------------------------------------------------------------------------------
 
 
-def choose_container(pod: Manifest, named: str) -> int | tuple[SkipReason, str]:
+def choose_container(
+    containers: Sequence[Manifest], lines: Sequence[CommandLine], named: str
+) -> int | tuple[SkipReason, str]:
     """Index of the container that runs vLLM: the one named, or the one that looks like it, or the only one."""
-    containers: Sequence[Manifest] = pod["spec"]["containers"]
     names = [container["name"] for container in containers]
     if named:
         if named in names:
             return names.index(named)
         return SkipReason.NO_VLLM_CONTAINER, f"{CONTAINER_ANNOTATION} names {named!r}, the pod has {', '.join(names)}"
-    launches = [read_command_line(container).launch for container in containers]
+    launches = [line.launch for line in lines]
     for wanted in (Launch.VLLM, Launch.IMAGE):
         found = [index for index, launch in enumerate(launches) if launch is wanted]
         if len(found) == 1:
@@ -178,17 +181,26 @@ def choose_container(pod: Manifest, named: str) -> int | tuple[SkipReason, str]:
         return by_image[0]
     if len(containers) == 1 and launches[0] is Launch.UNKNOWN:
         return 0  # a launcher: its owner says by the label that it is vLLM
-    return SkipReason.NO_VLLM_CONTAINER, f"none of {', '.join(names)} starts vLLM; name it in {CONTAINER_ANNOTATION}"
-
-
-def read_command_line(container: Manifest) -> CommandLine:
-    """The container's vLLM arguments."""
-    return parse_command_line(
-        container.get("command") or (),
-        container.get("args") or (),
-        literal_environment(container),
-        container.get("image", ""),
+    unread = next((f" as far as it was read ({line.unread})" for line in lines if line.unread), "")
+    return (
+        SkipReason.NO_VLLM_CONTAINER,
+        f"none of {', '.join(names)} starts vLLM{unread}; name it in {CONTAINER_ANNOTATION}",
     )
+
+
+def read_command_lines(containers: Sequence[Manifest]) -> list[CommandLine]:
+    """Each container's vLLM arguments, within what is read of one pod."""
+    budget = TextBudget()
+    return [
+        parse_command_line(
+            container.get("command") or (),
+            container.get("args") or (),
+            literal_environment(container),
+            container.get("image", ""),
+            budget=budget,
+        )
+        for container in containers
+    ]
 
 
 def literal_environment(container: Manifest) -> dict[str, str | None]:
@@ -206,10 +218,18 @@ def _conflict(pod: Manifest, container: Manifest, annotations: Mapping[str, str]
     for volume in pod["spec"].get("volumes") or ():
         if volume["name"] == VOLUME_NAME and "emptyDir" not in volume:
             return SkipReason.NAME_CONFLICT, f"the pod has a volume {VOLUME_NAME} that is no emptyDir"
+        if volume["name"] == VOLUME_NAME and INJECTED_ANNOTATION not in annotations:
+            return SkipReason.NAME_CONFLICT, f"the pod brings a volume {VOLUME_NAME} of its own: rename it"
     for mount in container.get("volumeMounts") or ():
         path = mount["mountPath"].rstrip("/")
         if mount["name"] != VOLUME_NAME and (path == MOUNT_PATH or path.startswith(MOUNT_PATH + "/")):
             return SkipReason.NAME_CONFLICT, f"volume {mount['name']} is mounted at {path}, which is ours"
+        if mount["name"] == VOLUME_NAME and (path != MOUNT_PATH or mount.get("subPath") or mount.get("subPathExpr")):
+            return (
+                SkipReason.NAME_CONFLICT,
+                f"volume {VOLUME_NAME} is mounted at {path}, in part or elsewhere than at {MOUNT_PATH}: the engine "
+                "would not find the daemon's socket",
+            )
     for device in container.get("volumeDevices") or ():
         if device["devicePath"] == MOUNT_PATH:
             return SkipReason.NAME_CONFLICT, f"device {device['name']} is at {MOUNT_PATH}, which is ours"

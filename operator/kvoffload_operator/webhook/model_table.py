@@ -134,10 +134,18 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
-@functools.lru_cache(maxsize=1024)
+MAX_NAME_LENGTH = 255
+"""Of a model or its folder; the patterns take longer for a long name than admission has, and none is well known."""
+
+
 def architecture_of(model: str) -> str | None:
     """The architecture of a well-known model's name or path, None for any other."""
     name = model.rstrip("/").rpartition("/")[2]
+    return _architecture_of_name(name) if len(name) <= MAX_NAME_LENGTH else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _architecture_of_name(name: str) -> str | None:
     if re.search(r"(gguf|awq-?to|lora|adapter)", name, re.IGNORECASE):
         return None
     return next((architecture for pattern, architecture in _NAMES if pattern.search(name)), None)

@@ -17,6 +17,8 @@ from kvoffload_operator.webhook.model_table import Attention, architecture_of, a
 
 MIN_VLLM = (0, 28)
 MAX_VLLM = (0, 33)
+MAX_IMAGE_LENGTH = 1024
+"""Longer ones name nothing that could be pulled, and are not kept in memory."""
 DRAFTS_WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "[ngram]"})
 """Speculative methods that bring no attention layer of their own."""
 
@@ -86,13 +88,17 @@ def find_refusal(facts: EngineFacts) -> Refusal | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
 def image_version(image: str) -> tuple[int, int] | None:
     """vLLM's minor version as a tag of an image named vllm tells it, None if it does not."""
+    return _image_version(image) if len(image) <= MAX_IMAGE_LENGTH else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _image_version(image: str) -> tuple[int, int] | None:
     name, _, tag = image.partition("@")[0].rpartition(":")
     if "/" in tag or "vllm" not in name.rpartition("/")[2].lower():
         return None
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.\d+)?(?:$|[-.+a-z])", tag)
+    match = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.\d+)?(?:$|[-.+a-z])", tag)
     return (int(match.group(1)), int(match.group(2))) if match else None
 
 
@@ -115,6 +121,13 @@ def replication_is_forbidden(facts: EngineFacts) -> Prediction | None:
     if facts.replication_allowed:
         return None
     return Prediction(PredictedLayout.PER_RANK, LayoutReason.FORBIDDEN, "the pool's replicatedLayout is Never")
+
+
+def command_line_is_unread(facts: EngineFacts) -> Prediction | None:
+    """It grows beyond what is read of a pod."""
+    if not facts.line.unread:
+        return None
+    return Prediction(PredictedLayout.AUTO, LayoutReason.UNKNOWN_MODEL, f"{facts.line.unread}: the engine decides")
 
 
 def model_is_split(facts: EngineFacts) -> Prediction | None:
@@ -170,7 +183,7 @@ def draft_may_have_heads(facts: EngineFacts) -> Prediction | None:
     try:
         config = json.loads(facts.line.text("speculative-config") or "")
         method = str(config.get("method", "")) if isinstance(config, dict) else ""
-    except ValueError:
+    except (ValueError, RecursionError):
         method = ""
     if method in DRAFTS_WITHOUT_LAYERS:
         return None
@@ -201,6 +214,7 @@ def something_is_unknown(facts: EngineFacts) -> Prediction | None:
 
 CHECKS: tuple[Check, ...] = (
     replication_is_forbidden,
+    command_line_is_unread,
     model_is_split,
     is_one_rank,
     model_is_not_mla,

@@ -18,7 +18,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from kvoffload.api.keys import POOL_LABEL, WEBHOOK_REPLICA_ANNOTATION, SkipReason
-from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec
+from kvoffload.api.pool import KVOffloadPoolSpec
 from kvoffload.errors import KVOffloadError
 from kvoffload_operator import metrics
 from kvoffload_operator.kube import NAMESPACES, POOLS, KubeClient, Resource
@@ -32,6 +32,7 @@ MAX_BODY_BYTES = 4 << 20
 """An AdmissionReview holds a pod, at most 1.5 MiB in etcd."""
 DECISION_SECONDS = 1.5
 """Below the configuration's timeoutSeconds of 2, so that our answer and not a timeout is what is counted."""
+VALIDATE_POOLS = "validate-pools"
 FRESH_SECONDS = 2.0
 STALE_SECONDS = 60.0
 
@@ -91,7 +92,7 @@ class AdmissionServer:
         app.add_routes(
             [
                 web.post(r"/mutate-pods/{replica:\d}", self._handle("mutate-pods", self.mutate)),
-                web.post("/validate-pools", self._handle("validate-pools", self.validate)),
+                web.post(f"/{VALIDATE_POOLS}", self._handle(VALIDATE_POOLS, self.validate)),
             ]
         )
         return app
@@ -101,21 +102,26 @@ class AdmissionServer:
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         duration = metrics.admission_duration_seconds.labels(webhook=name)
 
+        def count(result: str) -> None:
+            if name == VALIDATE_POOLS:
+                metrics.pool_validations_total.labels(result=result).inc()
+            else:
+                metrics.injections_total.labels(result=result, reason="").inc()
+
         async def handler(request: web.Request) -> web.Response:
             with duration.time():
                 try:
                     asked = await read_review(request)
                 except InvalidReview as error:
                     logger.warning("%s: a body from %s is no AdmissionReview: %.200s", name, request.remote, error)
-                    metrics.injections_total.labels(result="invalid", reason="").inc()
+                    count("invalid")
                     return web.Response(status=400, text="needed: an AdmissionReview with a request and its uid\n")
                 try:
                     answer = await decide(asked, **request.match_info)
                 except Exception as error:
-                    subject = f"{asked.get('namespace')}/{asked.get('name') or '(generated)'}"
                     words = f"{type(error).__name__}: {error}"
-                    logger.error("%s: %.300s stays as it is: %.300s", name, subject, words, exc_info=error)
-                    metrics.injections_total.labels(result="error", reason="").inc()
+                    logger.error("%s: %.300s stays as it is: %.300s", name, _subject(asked), words, exc_info=error)
+                    count("error")
                     answer = {"allowed": True}
             response = web.json_response(
                 {
@@ -137,21 +143,25 @@ class AdmissionServer:
         if outcome.skip_reason is not None:
             if not outcome.operations and outcome.skip_reason is SkipReason.POD_TOO_LARGE:
                 # the pod itself cannot say it
-                name = f"{request.get('namespace')}/{request.get('name') or '(generated)'}"
-                logger.warning("pod %.300s stays as it is: %s", name, outcome.message)
+                logger.warning("pod %.300s stays as it is: %s", _subject(request), outcome.message)
             metrics.injections_total.labels(result="skipped", reason=str(outcome.skip_reason)).inc()
         else:
             result = "injected" if outcome.operations else "unchanged"
             metrics.injections_total.labels(result=result, reason="").inc()
         response: dict[str, Any] = {"allowed": True}
+        warnings: list[str] = []
+        if outcome.unread:
+            logger.warning("pod %.300s: %s", _subject(request), outcome.unread)
+            metrics.unread_command_lines_total.inc()
+            warnings.append(f"kvoffload: {outcome.unread}; its layout is not predicted")
         if outcome.operations:
             operations = (*outcome.operations, *mark_replica(replica))
             response["patchType"] = "JSONPatch"
             response["patch"] = base64.b64encode(json.dumps(operations).encode()).decode()
         if outcome.skip_reason is not None:
-            response["warnings"] = [
-                f"kvoffload: {outcome.skip_reason}: {outcome.message}; the pod runs without offload"
-            ]
+            warnings.append(f"kvoffload: {outcome.skip_reason}: {outcome.message}; the pod runs without offload")
+        if warnings:
+            response["warnings"] = warnings
         return response
 
     async def _decide(self, request: dict[str, Any]) -> Outcome:
@@ -179,7 +189,7 @@ class AdmissionServer:
         name, version = manifest["metadata"]["name"], manifest["metadata"].get("resourceVersion", "")
         known = self._specs.get(name)
         if known is None or known[0] != version:
-            known = self._specs[name] = version, KVOffloadPool.from_manifest(manifest).spec
+            known = self._specs[name] = version, KVOffloadPoolSpec.model_validate(manifest["spec"])
         return known[1]
 
     async def validate(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +201,7 @@ class AdmissionServer:
             return _refusal(describe_spec_error(error))
         if validation.errors:
             return _refusal("; ".join(map(str, validation.errors)))
+        metrics.pool_validations_total.labels(result="allowed").inc()
         return {"allowed": True, "warnings": list(validation.warnings)}
 
 
@@ -219,5 +230,11 @@ def mark_replica(replica: str) -> tuple[Operation, ...]:
     return ({"op": "add", "path": annotation_path(WEBHOOK_REPLICA_ANNOTATION), "value": replica},)
 
 
+def _subject(request: dict[str, Any]) -> str:
+    """The object of a request, for the log."""
+    return f"{request.get('namespace')}/{request.get('name') or '(generated)'}"
+
+
 def _refusal(message: str) -> dict[str, Any]:
+    metrics.pool_validations_total.labels(result="refused").inc()
     return {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}

@@ -6,10 +6,13 @@ Errors accumulate: all of them are told at once. Called by the validating webhoo
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffload.api.model import LABEL_KEY_PATTERN
+from kvoffload.api.model import LABEL_KEY_PATTERN, MAX_BYTE_COUNT
 from kvoffload.api.pool import (
+    MAX_POOL_NAME_LENGTH,
+    POOL_NAME_PATTERN,
     Fallback,
     HugetlbfsMount,
     KVOffloadPoolSpec,
@@ -17,6 +20,7 @@ from kvoffload.api.pool import (
     Mode,
     ReclaimPolicy,
     Sharing,
+    Toleration,
 )
 from kvoffload.units import format_bytes, nearest_multiples
 
@@ -55,13 +59,25 @@ def validate_pool_spec(spec: KVOffloadPoolSpec) -> Validation:
             if (error := label_key_error(key))
         ),
         *validate_selector("spec.namespaceSelector", spec.namespace_selector),
+        *validate_tolerations(spec.tolerations),
     ]
     return Validation(tuple(errors), tuple(pool_warnings(spec)))
 
 
+def validate_pool_name(name: str) -> list[FieldError]:
+    """A DNS label: regions, labels and folders on the nodes are named by it."""
+    if len(name) <= MAX_POOL_NAME_LENGTH and re.match(POOL_NAME_PATTERN, name):
+        return []
+    found = f"{name!r} must be a DNS label (lower case letters, digits and -) of at most {MAX_POOL_NAME_LENGTH} "
+    return [FieldError("metadata.name", f"{found}characters, it has {len(name)}: make a pool of another name")]
+
+
 def validate_capacity(spec: KVOffloadPoolSpec) -> list[FieldError]:
-    """A positive multiple of the page size."""
+    """A positive multiple of the page size, and no more than a region can say."""
     page_bytes = spec.page_size.num_bytes
+    if spec.capacity > MAX_BYTE_COUNT:
+        found = f"{spec.capacity} bytes is more than {MAX_BYTE_COUNT} (1Ei), the most that a node can give: lower it"
+        return [FieldError("spec.capacity", found)]
     if spec.capacity > 0 and spec.capacity % page_bytes == 0:
         return []
     below, above = nearest_multiples(spec.capacity, page_bytes)
@@ -123,6 +139,23 @@ def validate_selector(field: str, selector: LabelSelector | None) -> list[FieldE
     return errors
 
 
+def validate_tolerations(tolerations: Sequence[Toleration]) -> list[FieldError]:
+    """What the API server takes in the daemons' pods: it would refuse the pool's whole DaemonSet for one bad field."""
+    errors = []
+    for index, one in enumerate(tolerations):
+        path = f"spec.tolerations[{index}]"
+        if one.key and (error := label_key_error(one.key)):
+            errors.append(FieldError(f"{path}.key", error))
+        if not one.key and one.operator != "Exists":
+            errors.append(FieldError(f"{path}.operator", "must be Exists where key is empty, which means every taint"))
+        if one.value and one.operator == "Exists":
+            errors.append(FieldError(f"{path}.value", f"must be empty with operator Exists, it is {one.value!r}"))
+        if one.toleration_seconds is not None and one.effect != "NoExecute":
+            found = one.effect or "empty"
+            errors.append(FieldError(f"{path}.effect", f"must be NoExecute with tolerationSeconds, it is {found}"))
+    return errors
+
+
 def label_key_error(key: str) -> str:
     """Why this is no label key; empty if it is one."""
     name = key.rpartition("/")[2]
@@ -149,23 +182,3 @@ def pool_warnings(spec: KVOffloadPoolSpec) -> list[str]:
     if spec.mode is Mode.OBSERVE:
         warnings.append("spec.mode Observe makes nothing: it only reports what nodes would give")
     return warnings
-
-
-def selects(selector: LabelSelector, labels: dict[str, str]) -> bool:
-    """Whether a label selector matches these labels."""
-    if any(labels.get(key) != value for key, value in selector.match_labels.items()):
-        return False
-    for requirement in selector.match_expressions:
-        value = labels.get(requirement.key)
-        match requirement.operator:
-            case "In":
-                holds = value in requirement.values
-            case "NotIn":
-                holds = value not in requirement.values
-            case "Exists":
-                holds = value is not None
-            case _:
-                holds = value is None
-        if not holds:
-            return False
-    return True

@@ -18,7 +18,7 @@ from kvoffload.api import keys
 from kvoffload.api.conditions import PoolReason, RegionReason
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload.api.pool import NodeCounts
-from kvoffload.api.region import LEFT_ALONE
+from kvoffload.api.region import ConfirmedLayout
 from kvoffload.errors import RefusalReason
 from kvoffload_engine import environment
 from kvoffload_node.index.table import Eviction
@@ -208,7 +208,7 @@ def test_series_of_the_rules_tests_are_such_as_the_code_emits() -> None:
             *PoolReason,
             *RegionReason,
         },
-        "layout": {"replicated", "per-rank", "shared", "pending", LEFT_ALONE},
+        "layout": {*ConfirmedLayout, "pending"},
         "result": {"hit", "miss", "injected", "unchanged", "skipped", "error", "invalid"},
         "state": {"matching", *NodeCounts.model_fields},
     }

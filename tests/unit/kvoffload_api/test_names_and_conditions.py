@@ -3,12 +3,13 @@
 import re
 from datetime import UTC, datetime, timedelta
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.api import keys
 from kvoffload.api.conditions import MAX_MESSAGE_LENGTH, Condition, PoolReason, RegionReason, transition
-from kvoffload.api.region import MAX_NAME_LENGTH, KVOffloadRegion, region_name
+from kvoffload.api.region import MAX_NAME_LENGTH, KVOffloadRegion, RegionEngine, region_name
 
 NOW = datetime(2026, 11, 29, 12, 0, 0, 123456, tzinfo=UTC)
 DNS_SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
@@ -85,3 +86,24 @@ def test_a_region_is_read_as_the_api_server_sends_it_and_ignores_fields_of_newer
     assert region.spec.capacity_bytes == 2**53 + 2
     assert region.status.engines[0].pod_uid == "c"
     assert region.spec.to_manifest()["quotas"] == [{"namespace": "a", "guaranteedBytes": 1, "limitBytes": 2}]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "confirmed", "left_alone", "mispredicted"),
+    [
+        ("replicated", "per-rank", False, True),
+        ("replicated", "shared", False, True),
+        ("replicated", "replicated", False, False),
+        ("replicated", "", False, False),
+        ("replicated", "left-alone", True, False),
+        ("replicated", "of-a-newer-version", False, False),
+        ("auto", "per-rank", False, False),
+        ("", "shared", False, False),
+    ],
+)
+def test_an_engine_says_whether_it_was_promised_more_and_whether_it_stays_out(
+    predicted: str, confirmed: str, left_alone: bool, mispredicted: bool
+) -> None:
+    who = {"podNamespace": "a", "podName": "b", "podUID": "c", "engineID": "d"}
+    engine = RegionEngine.model_validate(who | {"predictedLayout": predicted, "confirmedLayout": confirmed})
+    assert (engine.is_left_alone, engine.is_mispredicted) == (left_alone, mispredicted)

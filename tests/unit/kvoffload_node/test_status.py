@@ -2,11 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-import pytest
-
 from kvoffload.api.conditions import Condition
-from kvoffload.api.pool import LabelSelector
-from kvoffload_node.attach.pods import selects
 from kvoffload_node.findings import Finding
 from kvoffload_node.region.figures import Figures
 from kvoffload_node.session.engines import SCHEDULER, Engine, Pod, Session
@@ -74,22 +70,3 @@ def test_an_engine_that_is_left_alone_is_listed_last_with_its_reason_and_not_cou
     told = status.engines[1]
     assert (told.confirmed_layout, told.reason, told.message) == ("left-alone", "MultiNode", "MultiNode: two nodes")
     assert status.engines[0].confirmed_layout == ""
-
-
-@pytest.mark.parametrize(
-    ("selector", "taken"),
-    [
-        ({}, True),
-        ({"matchLabels": {"team": "ml"}}, True),
-        ({"matchLabels": {"team": "web"}}, False),
-        ({"matchExpressions": [{"key": "team", "operator": "In", "values": ["ml", "x"]}]}, True),
-        ({"matchExpressions": [{"key": "team", "operator": "NotIn", "values": ["ml"]}]}, False),
-        ({"matchExpressions": [{"key": "absent", "operator": "NotIn", "values": ["ml"]}]}, True),
-        ({"matchExpressions": [{"key": "absent", "operator": "In", "values": ["ml"]}]}, False),
-        ({"matchExpressions": [{"key": "team", "operator": "Exists"}]}, True),
-        ({"matchExpressions": [{"key": "team", "operator": "DoesNotExist"}]}, False),
-        ({"matchLabels": {"team": "ml"}, "matchExpressions": [{"key": "x", "operator": "Exists"}]}, False),
-    ],
-)
-def test_a_selector_takes_what_kubernetes_would_take(selector: dict[str, object], taken: bool) -> None:
-    assert selects(LabelSelector.model_validate(selector), {"team": "ml"}) is taken

@@ -8,9 +8,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from kvoffload_operator import metrics
 from kvoffload_operator.webhook.certificates import (
+    ANNOUNCED_AT,
     NEXT,
     PRESENT,
     PREVIOUS_CA,
@@ -120,6 +122,55 @@ def test_what_cannot_be_served_is_made_anew(broken: dict[str, bytes]) -> None:
     made = plan(broken)
     assert made.step == "make"
     assert trusts(made.bundle, dict(made.data))
+
+
+def announced(at: bytes | None, **changes: bytes) -> dict[str, bytes]:
+    """A pair and its next one, announced then; `changes` are of the next one."""
+    following = make_certificate(NAMES, now=START, lifetime=LIFETIME)
+    stored = dict(plan({}).data) | {f"next-{name}": value for name, value in following.items()}
+    stored |= {f"next-{name.replace('_', '.')}": value for name, value in changes.items()}
+    return stored if at is None else stored | {ANNOUNCED_AT: at}
+
+
+THEN = START.isoformat().encode()
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        announced(None),
+        announced(b"yesterday"),
+        announced(b"\xff"),
+        announced(START.replace(tzinfo=None).isoformat().encode()),
+        announced(b"9999-12-31T23:59:59+00:00"),
+        announced(THEN, tls_crt=b"junk"),
+        announced(THEN, tls_key=b"junk"),
+        announced(THEN, ca_crt=b"junk"),
+        announced(THEN, **{"tls_crt": make_certificate(("other.svc",), now=START, lifetime=LIFETIME)["tls.crt"]}),
+    ],
+    ids=["no time", "text", "bytes", "no zone", "never", "certificate", "key", "ca", "name"],
+)
+@pytest.mark.parametrize("after", [timedelta(), PROMOTE_AFTER * 2])
+def test_a_next_pair_that_cannot_be_used_is_dropped_and_the_present_one_stays(
+    stored: dict[str, bytes], after: timedelta
+) -> None:
+    made = plan(stored, START + after)
+    assert made.data == {name: stored[name] for name in PRESENT}
+    assert made.step == "drop a next certificate that cannot be used"
+    assert trusts(made.bundle, stored)
+    assert plan(dict(made.data), START + after).step == "keep"
+    renewed = plan(stored, START + LIFETIME * 0.7)
+    assert renewed.step == "announce", "a new one in its place"
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it() -> None:
+    pair = make_certificate(NAMES, now=START, lifetime=LIFETIME)
+    key = serialization.load_pem_private_key(pair["tls.key"], None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    )
+    with pytest.raises(CertificateUnusable, match="do not load"):
+        load_context(pair["tls.crt"], locked)
 
 
 def test_a_key_of_another_certificate_is_refused() -> None:

@@ -135,6 +135,16 @@ def test_other_programs_are_not_vllm(command: list[str]) -> None:
     assert parse(command).launch is not Launch.VLLM
 
 
+@pytest.mark.parametrize("script", ['vllm serve ${M-"x"}', "vllm serve ${M-${M-${M-'x'}}}"])
+def test_a_default_with_quotes_in_it_is_unknown(script: str) -> None:
+    line = parse(["sh", "-c", script], env={"M": "y"})
+    assert (line.launch, line.options) == (Launch.VLLM, {"model": None})
+
+
+def test_quotes_nested_beyond_reason_are_not_split() -> None:
+    assert parse(["sh", "-c", '"$(' * 2000 + ')"' * 2000]).launch is Launch.UNKNOWN
+
+
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=40)
 values = st.dictionaries(st.sampled_from(["TP", "MODEL", "A"]), st.none() | words, max_size=3)
 

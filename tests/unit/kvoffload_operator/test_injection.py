@@ -257,6 +257,14 @@ def test_a_pod_bound_to_a_node_gets_no_affinity() -> None:
 # --- case 25, case 5 ----------------------------------------------------------------------------
 
 
+def own_volume(*mount_paths: str) -> dict[str, Any]:
+    """A pod with an emptyDir of its own that has our volume's name."""
+    mounts = [{"name": "kvoffload", "mountPath": path} for path in mount_paths]
+    return pod_manifest(
+        command=DEEPSEEK, container={"volumeMounts": mounts}, volumes=[{"name": "kvoffload", "emptyDir": {}}]
+    )
+
+
 @pytest.mark.parametrize(
     ("pod", "given", "reason"),
     [
@@ -278,6 +286,9 @@ def test_a_pod_bound_to_a_node_gets_no_affinity() -> None:
             facts(),
             SkipReason.NAME_CONFLICT,
         ),
+        (own_volume("/cache"), facts(), SkipReason.NAME_CONFLICT),
+        (own_volume(MOUNT_PATH), facts(), SkipReason.NAME_CONFLICT),
+        (own_volume(), facts(), SkipReason.NAME_CONFLICT),
         (
             pod_manifest(command=DEEPSEEK, container={"volumeMounts": [{"name": "x", "mountPath": "/run/kvoffload/"}]}),
             facts(),
@@ -311,6 +322,37 @@ def test_case_25_a_pod_that_is_left_alone_differs_by_its_reason_only(
     assert after["metadata"]["annotations"][SKIP_REASON_ANNOTATION] == reason
     assert INJECTED_ANNOTATION not in after["metadata"]["annotations"]
     assert inject(after, given).operations == (), "reinvocation changes nothing"
+
+
+@pytest.mark.parametrize("change", [{"mountPath": "/cache"}, {"subPath": "below"}])
+def test_an_injected_pod_whose_mount_was_moved_is_no_longer_called_injected(change: dict[str, str]) -> None:
+    pod = injected(pod_manifest(command=DEEPSEEK))
+    pod["spec"]["containers"][0]["volumeMounts"][0] |= change
+    assert inject(pod, facts()).skip_reason is SkipReason.NAME_CONFLICT
+
+
+DOUBLING = ["sh", "-c", "A=aaaaaaaa;" + "A=$A$A;" * 40 + "vllm serve $A -tp 8"]
+
+
+def test_a_command_line_that_grows_beyond_measure_is_injected_and_left_to_the_engine() -> None:
+    outcome = inject(pod_manifest(command=DOUBLING), facts())
+    assert "more than 524288 characters" in outcome.unread
+    assert "shorter script" in outcome.unread
+    assert outcome.prediction is not None
+    assert outcome.prediction.annotation.startswith("auto (UnknownModel: the pod's command lines come to more than")
+    assert env_of(apply_patch(pod_manifest(command=DOUBLING), outcome))["KVOFFLOAD_REPLICATED_LAYOUT"] == "auto"
+
+
+def test_containers_share_what_is_read_of_a_pod() -> None:
+    long = ["sh", "-c", f"echo {'x' * (120 << 10)}"]
+    pod = pod_manifest(command=DEEPSEEK)
+    pod["spec"]["containers"] = [
+        *({"name": f"c{number}", "image": "i", "command": long} for number in range(2)),
+        *pod["spec"]["containers"],
+    ]
+    assert inject(pod, facts()).unread, "each is expanded by the kubelet, split, and expanded by the shell: 720 KiB"
+    del pod["spec"]["containers"][0]
+    assert not inject(pod, facts()).unread
 
 
 def annotation_bytes(pod: dict[str, Any]) -> int:

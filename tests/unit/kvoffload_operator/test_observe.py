@@ -1,6 +1,12 @@
 """From manifests to facts, and which changes of them wake whom."""
 
-from kvoffload_operator.observe import ClusterView, Dirty, node_matches, observe_daemon_pod, observe_node
+from typing import Any
+
+import pytest
+
+from kvoffload.errors import InvalidSpec
+from kvoffload_operator.observe import node_matches, observe_daemon_pod, observe_node
+from kvoffload_operator.view import ClusterView, Dirty
 from operator_builders import node_manifest, pool_manifest
 
 
@@ -45,6 +51,34 @@ def test_a_view_takes_no_older_state_for_a_newer_one() -> None:
     view.forget("nodes", "a")
     view.update_node(old)
     assert view.nodes["a"].labels == {"x": "1"}, "another object of that name may begin anew"
+
+
+def test_what_was_deleted_is_not_brought_back_by_what_was_read_before() -> None:
+    """By a listing under way, or by the answer to a write of our own."""
+    view = ClusterView()
+    view.update_pool(pool_manifest())
+    view.begin_listing()
+    view.forget("kvoffloadpools", "main", version="9")
+    assert view.update_pool(pool_manifest()) == Dirty()
+    assert not view.pools
+    anew = pool_manifest()
+    anew["metadata"]["resourceVersion"] = "10"
+    assert view.update_pool(anew).pools == {"main"}
+
+
+def test_deletions_are_remembered_no_longer_than_a_listing_may_be_under_way() -> None:
+    view = ClusterView()
+    for number in range(3):
+        view.forget("pods", f"team/p{number}", version="7")
+    view.begin_listing()
+    assert not view._versions
+
+
+@pytest.mark.parametrize("taint", [{}, [], None])
+def test_an_object_that_is_not_as_anybody_expected_is_refused_as_one(taint: Any) -> None:
+    node = node_manifest("a") | {"spec": {"taints": [taint]}}
+    with pytest.raises(InvalidSpec, match=r"not read: (KeyError|TypeError): "):
+        ClusterView().update_node(node)
 
 
 def test_a_heartbeat_wakes_nobody_and_a_label_wakes_the_pools_that_it_concerns() -> None:

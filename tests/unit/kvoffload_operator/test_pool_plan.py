@@ -6,20 +6,16 @@ from typing import Any
 import pytest
 
 from kvoffload.api.conditions import Condition, PoolReason, find
+from kvoffload.api.pool import KVOffloadPoolStatus
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload_operator.events import EventRecorder
 from kvoffload_operator.kube import DAEMONSETS, ApiServerError, Resource
-from kvoffload_operator.observe import (
-    ClusterView,
-    ObservedDaemonPod,
-    ObservedDaemonSet,
-    observe_node,
-    observe_pool,
-)
+from kvoffload_operator.observe import ObservedDaemonPod, ObservedDaemonSet, observe_node, observe_pool
 from kvoffload_operator.reconcilers.pool import PoolFacts, PoolPlan, PoolReconciler, all_daemons_available, plan_pool
 from kvoffload_operator.resources.daemonset import SPEC_HASH_ANNOTATION, build_daemonset
 from kvoffload_operator.resources.region import build_region, build_region_spec
 from kvoffload_operator.status import MAX_PROBLEM_MESSAGE, InjectionHealth, find_transitions
+from kvoffload_operator.view import ClusterView
 from operator_builders import NOW, daemonset_options, node_manifest, pool_manifest, spec_of
 
 OPTIONS = daemonset_options()
@@ -336,13 +332,15 @@ def test_a_pool_that_does_as_told_warns_of_nothing_but_what_is_wrong(mode: str) 
     told = plan_pool(facts(pool_manifest(mode=mode)), OPTIONS).status
     assert active is not None
     assert told is not None
-    changed = {one.condition.type: one.is_warning for one in find_transitions(active.to_manifest(), told)}
+    changed = {one.condition.type: one.is_warning for one in find_transitions(active, told)}
     assert changed["Ready"] is False
     assert not any(changed.values())
     short = (observe_node(node_manifest("a", pages="0")),)
     lacking = plan_pool(facts(pool_manifest(mode="Observe"), nodes=short, regions={}), OPTIONS).status
     assert lacking is not None
-    assert [one.condition.type for one in find_transitions({}, lacking) if one.is_warning] == ["HugepagesAvailable"]
+    assert [one.condition.type for one in find_transitions(KVOffloadPoolStatus(), lacking) if one.is_warning] == [
+        "HugepagesAvailable"
+    ]
 
 
 def test_a_paused_pool_still_counts_the_pages_that_it_keeps() -> None:
@@ -372,6 +370,44 @@ def test_an_invalid_spec_is_a_condition_and_changes_nothing_else() -> None:
     assert found.reason == "InvalidSpec"
     assert "nearest multiples are 1Gi and 1026Mi" in found.message
     assert (plan.daemonset, plan.nodes, plan.regions_to_delete) == (None, (), ())
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (pool_manifest(capacity="4Ei"), "4611686018427387904 bytes is more than 1152921504606846976 (1Ei)"),
+        (pool_manifest("a" * 41), "of at most 40 characters, it has 41: make a pool of another name"),
+        (pool_manifest("a.b"), "'a.b' must be a DNS label"),
+    ],
+    ids=["capacity", "long name", "name with a dot"],
+)
+def test_what_an_older_crd_lets_in_and_no_region_can_say_is_a_condition(bad: dict[str, Any], message: str) -> None:
+    found = status_condition(plan_pool(facts(bad, regions={}), OPTIONS), "Ready")
+    assert found.reason == "InvalidSpec"
+    assert message in found.message
+
+
+def test_the_largest_capacity_is_planned() -> None:
+    plan = plan_pool(facts(pool_manifest(capacity="1Ei"), regions={}), OPTIONS)
+    assert status_condition(plan, "HugepagesAvailable").reason == "ExceedsEveryNode"
+    assert plan.nodes[0].region is not None
+
+
+def test_sums_beyond_what_a_status_takes_stop_there() -> None:
+    most = {"capacityBytes": 2**60, "savedBytes": 2**60, "enginesAttached": 10**6}
+    plan = plan_pool(facts(regions={"a": serving("a", **most), "b": serving("b", **most)}), OPTIONS)
+    assert plan.status is not None
+    assert (plan.status.capacity_bytes, plan.status.saved_bytes, plan.status.engines.attached) == (
+        2**60,
+        2**60,
+        10**6,
+    )
+
+
+def test_a_status_of_another_version_is_written_anew() -> None:
+    given = pool_manifest() | {"status": {"usedBytes": 2**62, "observedGeneration": 1}}
+    plan = plan_pool(facts(given), OPTIONS)
+    assert status_condition(plan, "Ready").reason == "AllNodesReady"
 
 
 def test_a_spec_that_does_not_parse_is_a_condition_too() -> None:
@@ -429,17 +465,17 @@ def test_a_webhook_that_does_not_answer_is_said_in_the_pool() -> None:
 def test_events_follow_changes_and_nothing_else() -> None:
     plan = plan_pool(facts(), OPTIONS)
     assert plan.status is not None
-    first = find_transitions({}, plan.status)
+    first = find_transitions(KVOffloadPoolStatus(), plan.status)
     assert [one.condition.type for one in first] == ["Ready"], "of a new pool only Ready is news"
-    assert find_transitions(plan.status.to_manifest(), plan.status) == []
+    assert find_transitions(plan.status, plan.status) == []
     beginning = plan_pool(facts(regions={}, daemonset=None, daemon_pods={}), OPTIONS).status
     assert beginning is not None
-    assert [(one.condition.reason, one.is_warning) for one in find_transitions({}, beginning)] == [
+    assert [(one.condition.reason, one.is_warning) for one in find_transitions(KVOffloadPoolStatus(), beginning)] == [
         ("NoNodeReady", False)
     ]
     worse = plan_pool(facts(with_status(pool_manifest(), plan), regions={"a": serving("a")}), OPTIONS)
     assert worse.status is not None
-    changed = find_transitions(plan.status.to_manifest(), worse.status)
+    changed = find_transitions(plan.status, worse.status)
     assert {one.condition.type for one in changed if one.is_warning} == {"Ready", "RegionsProvisioned"}
 
 
@@ -500,6 +536,40 @@ class ApiServer:
     async def create(self, resource: Resource, manifest: dict[str, Any], namespace: str = "") -> dict[str, Any]:
         self.events.append(manifest)
         return manifest
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ZeroDivisionError("division by zero"),
+        ApiServerError(422, "Invalid", 'DaemonSet "kvoffload-main" is invalid: spec.template'),
+    ],
+)
+async def test_what_trying_again_may_not_mend_is_said_in_the_pool_once_and_raised(error: Exception) -> None:
+    class Broken(ApiServer):
+        async def apply(self, resource: Resource, manifest: dict[str, Any], **given: Any) -> dict[str, Any]:
+            if resource is DAEMONSETS:
+                raise error
+            return await super().apply(resource, manifest, **given)
+
+    server, view = Broken(), ClusterView()
+    view.update_pool(pool_manifest())
+    pools = PoolReconciler(
+        server,  # type: ignore[arg-type]
+        view,
+        options=OPTIONS,
+        recorder=EventRecorder(server, instance="test"),  # type: ignore[arg-type]
+        silence_seconds=90,
+        write_parallelism=1,
+    )
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            await pools.reconcile("main", NOW)
+    ((_, written),) = server.applied
+    (found,) = written["status"]["conditions"]
+    assert (found["type"], found["status"], found["reason"]) == ("Ready", "False", "ReconcileFailed")
+    assert f"failed at this pool ({type(error).__name__}: {error}) and tries again" in found["message"]
+    assert [(one["reason"], one["type"]) for one in server.events] == [("ReconcileFailed", "Warning")]
 
 
 async def test_a_daemonset_that_somebody_else_made_is_left_alone_and_said_until_its_name_is_free() -> None:

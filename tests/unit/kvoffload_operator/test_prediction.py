@@ -43,6 +43,7 @@ def facts(
         (facts("-tp", "8", "--speculative-config", '{"method": "mtp"}'), "auto", LayoutReason.UNKNOWN_MODEL),
         (facts("-tp", "8", "--speculative-config", '{"method": "ngram"}'), "replicated", LayoutReason.REPLICATED),
         (facts("-tp", "8", "--speculative-config", "not json"), "auto", LayoutReason.UNKNOWN_MODEL),
+        (facts("-tp", "8", "--speculative-config", "[" * 50_000), "auto", LayoutReason.UNKNOWN_MODEL),
         (facts("--config", "f.yaml"), "auto", LayoutReason.UNKNOWN_MODEL),
         (facts("-tp", "many"), "auto", LayoutReason.UNKNOWN_MODEL),
     ],
@@ -113,3 +114,14 @@ def test_only_a_tag_of_an_image_named_vllm_tells_its_version(image: str, version
 def test_well_known_models_are_known_by_name(model: str, attention: Attention | None) -> None:
     architecture = architecture_of(model)
     assert (attention_of(architecture) if architecture else None) == attention
+
+
+@pytest.mark.parametrize("image", [f"vllm:{'9' * 5000}.1", f"{'x' * 2000}/vllm:v0.32.0"])
+def test_a_tag_that_no_version_has_tells_none(image: str) -> None:
+    assert image_version(image) is None
+
+
+def test_a_name_longer_than_any_is_not_looked_up() -> None:
+    """The patterns take as long as the square of its length."""
+    assert architecture_of("me/qwen3-8b") is not None
+    assert architecture_of(f"me/qwen3-8b{'x' * 255}") is None

@@ -50,6 +50,15 @@ def count(result: str, reason: str = "") -> float:
     return metrics.injections_total.labels(result=result, reason=reason)._value.get()
 
 
+def count_pools(result: str) -> float:
+    return metrics.pool_validations_total.labels(result=result)._value.get()
+
+
+def num_invalid(path: str) -> float:
+    """Bodies that were not understood, as that webhook counts them."""
+    return count_pools("invalid") if path == "/validate-pools" else count("invalid")
+
+
 async def test_an_opted_in_pod_is_patched_and_counted() -> None:
     before = count("injected")
     response = await post(Reader(main=pool_manifest()), "/mutate-pods/0", review(pod_manifest(command=DEEPSEEK)))
@@ -117,11 +126,11 @@ async def test_a_body_that_nobody_can_be_answered_for_is_refused_counted_and_sai
     path: str, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     admission = AdmissionServer(Reader(), operator_namespace="kvoffload-system")  # type: ignore[arg-type]
-    before = count("invalid")
+    before = num_invalid(path)
     async with TestClient(TestServer(admission.build_app())) as client:
         answer = await client.post(path, data=io.BytesIO(body))
     assert answer.status == 400
-    assert count("invalid") == before + 1
+    assert num_invalid(path) == before + 1
     (record,) = caplog.records
     assert record.exc_info is None
     assert len(record.getMessage()) < 400
@@ -153,6 +162,18 @@ async def test_a_pod_without_room_for_the_reason_is_allowed_warned_of_counted_an
     assert "the API server takes 262144" in caplog.text
 
 
+async def test_a_pod_whose_command_line_is_not_read_is_injected_warned_of_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = metrics.unread_command_lines_total._value.get()
+    pod = pod_manifest(command=["$(A)" * 1000], container={"env": [{"name": "A", "value": "x" * 1000}]})
+    response = await post(Reader(main=pool_manifest()), "/mutate-pods/0", review(pod))
+    assert "patch" in response
+    assert "more than 524288 characters" in response["warnings"][0]
+    assert metrics.unread_command_lines_total._value.get() == before + 1
+    assert "team/(generated)" in caplog.text
+
+
 async def test_a_bug_in_the_injection_itself_allows_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
@@ -162,7 +183,25 @@ async def test_a_bug_in_the_injection_itself_allows_the_pod(monkeypatch: pytest.
     assert response == {"uid": "u-1", "allowed": True}
 
 
+async def test_a_bug_in_a_pool_s_validation_is_no_failed_injection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server_module, "validate_pool_spec", broken)
+    before = count("error"), count_pools("error")
+    body = {"request": {"uid": "u-1", "object": {"spec": {"capacity": "1Gi"}}}}
+    response = await post(Reader(), "/validate-pools", body)
+    assert response == {"uid": "u-1", "allowed": True}
+    assert (count("error"), count_pools("error")) == (before[0], before[1] + 1)
+
+
+async def test_a_pool_whose_status_is_of_another_version_still_has_its_pods_injected() -> None:
+    pool = pool_manifest() | {"status": {"usedBytes": 2**62}}
+    assert "patch" in await post(Reader(main=pool), "/mutate-pods/0", review(pod_manifest(command=DEEPSEEK)))
+
+
 async def test_validation_tells_all_errors_at_once_and_warns_of_what_may_surprise() -> None:
+    before = count_pools("refused"), count_pools("allowed")
     spec = {"capacity": (1 << 30) + 1, "namespaceSelector": {"matchExpressions": [{"key": "a", "operator": "In"}]}}
     response = await post(Reader(), "/validate-pools", {"request": {"uid": "u-1", "object": {"spec": spec}}})
     assert response["allowed"] is False
@@ -173,6 +212,7 @@ async def test_validation_tells_all_errors_at_once_and_warns_of_what_may_surpris
     response = await post(Reader(), "/validate-pools", {"request": {"uid": "u-1", "object": {"spec": good}}})
     assert response["allowed"] is True
     assert len(response["warnings"]) == 2
+    assert (count_pools("refused"), count_pools("allowed")) == (before[0] + 1, before[1] + 1)
 
 
 class Clock:

@@ -1,13 +1,11 @@
-"""What is wrong with a pool beyond the schema, all at once; and label selectors."""
+"""What is wrong with a pool beyond the schema, all at once."""
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvoffload.api.pool import KVOffloadPoolSpec, LabelSelector
-from kvoffload_operator.webhook.validation import label_key_error, selects, validate_pool_spec
+from kvoffload.api.pool import KVOffloadPoolSpec
+from kvoffload_operator.webhook.validation import label_key_error, validate_pool_spec
 from operator_builders import spec_of
 
 
@@ -77,28 +75,23 @@ def test_label_keys_are_kubernetes_own(key: str, good: bool) -> None:
     assert (label_key_error(key) == "") is good
 
 
-LABELS = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xyz"), max_size=3)
-
-
-@given(LABELS, st.sampled_from("abc"), st.lists(st.sampled_from("xyz"), min_size=1, max_size=2))
-def test_each_operator_is_the_opposite_of_its_negation(labels: dict[str, str], key: str, values: list[str]) -> None:
-    def holds(operator: str, given: list[str]) -> bool:
-        expression = {"key": key, "operator": operator, "values": given}
-        return selects(LabelSelector.model_validate({"matchExpressions": [expression]}), labels)
-
-    assert holds("In", values) is not holds("NotIn", values)
-    assert holds("Exists", []) is not holds("DoesNotExist", [])
-    assert holds("In", values) == (labels.get(key) in values)
-
-
-@given(LABELS, LABELS)
-def test_an_empty_selector_selects_everything_and_labels_must_all_match(
-    labels: dict[str, str], wanted: dict[str, str]
-) -> None:
-    assert selects(LabelSelector(), labels)
-    selector = LabelSelector.model_validate({"matchLabels": wanted})
-    assert selects(selector, labels) == (wanted.items() <= labels.items())
-
-
 def test_the_model_takes_what_the_validator_must_judge() -> None:
     assert KVOffloadPoolSpec.model_validate({"capacity": 3}).capacity == 3
+
+
+@pytest.mark.parametrize(
+    ("toleration", "error"),
+    [
+        ({"key": "a", "operator": "Exists", "value": "x"}, "spec.tolerations[0].value: must be empty with operator"),
+        ({"key": "", "operator": "Equal"}, "spec.tolerations[0].operator: must be Exists where key is empty"),
+        ({"key": "a b"}, "spec.tolerations[0].key: 'a b' is no label key"),
+        ({"key": "a", "effect": "NoSchedule", "tolerationSeconds": 5}, "must be NoExecute with tolerationSeconds"),
+        ({"operator": "Exists", "tolerationSeconds": 5}, "spec.tolerations[0].effect: must be NoExecute"),
+        ({"operator": "Exists"}, ""),
+        ({"key": "a/b", "operator": "Equal", "value": "x", "effect": "NoExecute", "tolerationSeconds": 0}, ""),
+    ],
+)
+def test_tolerations_are_those_that_a_pod_may_have(toleration: dict[str, Any], error: str) -> None:
+    found = errors(tolerations=[toleration])
+    assert len(found) == bool(error)
+    assert all(error in one for one in found)

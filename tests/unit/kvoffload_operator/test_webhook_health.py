@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 
 from kvoffload.api.conditions import PoolReason
-from kvoffload_operator.kube import DEPLOYMENTS, Resource
+from kvoffload_operator.kube import DEPLOYMENTS, MUTATING_WEBHOOKS, Resource
 from kvoffload_operator.settings import Settings
+from kvoffload_operator.webhook.certificates import ensure_bundle
 from kvoffload_operator.webhook_health import observe_injection, service_names
 
 SERVING = {"caBundle": "Q0E=", "available": 1}
 NO_CONFIGURATION = {"caBundle": None, "available": 1}
 NO_CA = {"caBundle": "", "available": 1}
+EMPTIED = {"caBundle": [], "available": 1}
 AWAY = {"caBundle": "Q0E=", "available": 0}
 
 
@@ -27,6 +29,8 @@ class Reader:
             return {"status": {"replicas": 1, "availableReplicas": replica["available"]}}
         if replica["caBundle"] is None:
             return None
+        if replica["caBundle"] == []:
+            return {"metadata": {}}  # as the API server shows an empty list
         return {"webhooks": [{"clientConfig": {"caBundle": replica["caBundle"]}}]}
 
 
@@ -38,6 +42,8 @@ class Reader:
         ([SERVING, NO_CONFIGURATION], PoolReason.WEBHOOK_SERVING, "1 of 2 replicas answer"),
         ([AWAY, AWAY], PoolReason.WEBHOOK_UNAVAILABLE, "(kvoffload-system/kvoffload-webhook-0: 0 of 1 pods)"),
         ([NO_CONFIGURATION], PoolReason.WEBHOOK_UNAVAILABLE, "Configuration kvoffload-webhook-0 is gone"),
+        ([EMPTIED], PoolReason.WEBHOOK_UNAVAILABLE, "Configuration kvoffload-webhook-0 has no webhooks any more"),
+        ([EMPTIED, SERVING], PoolReason.WEBHOOK_SERVING, "1 of 2 replicas answer"),
         ([NO_CA, AWAY], PoolReason.CERTIFICATE_MISSING, "Configuration kvoffload-webhook-0 has no caBundle"),
         ([], PoolReason.WEBHOOK_UNAVAILABLE, "webhook.replicas is 0"),
     ],
@@ -49,6 +55,10 @@ async def test_one_replica_that_can_be_called_is_enough(
     health = await observe_injection(Reader(*replicas), settings)  # type: ignore[arg-type]
     assert health.reason is reason
     assert message in health.message
+
+
+async def test_a_configuration_that_somebody_emptied_needs_no_bundle() -> None:
+    await ensure_bundle(Reader(EMPTIED), MUTATING_WEBHOOKS, "kvoffload-webhook-0", b"CA")  # type: ignore[arg-type]
 
 
 def test_the_certificate_is_for_every_service() -> None:
