@@ -56,7 +56,7 @@ def test_every_ailment_is_found_with_its_remedy(golden: Callable[[str, str], Non
     facts = observe_cluster(FixtureReader(ailing()), now=NOW)
     golden("doctor-ailing.txt", rendered(facts))
     findings = run_checks(facts)
-    elsewhere = {"something_is_not_readable", "daemons_are_replaced"}  # a test of its own each
+    elsewhere = {"something_is_not_readable", "daemons_are_replaced", "daemon_pods_are_refused"}  # tests of their own
     assert {finding.check for finding in findings} == {check.__name__ for check in CHECKS} - elsewhere
     assert all(finding.remedy for finding in findings)
     document = doctor.as_document(facts, findings)
