@@ -105,7 +105,7 @@ QUOTA = 'Error creating: pods "kvoffload-llm-abcde" is forbidden: exceeded quota
     [
         (
             POD_SECURITY,
-            f"kubectl label namespace {SYSTEM} pod-security.kubernetes.io/enforce=privileged --overwrite; its controller",
+            f"kubectl label namespace {SYSTEM} pod-security.kubernetes.io/enforce=privileged --overwrite; its",
         ),
         (
             QUOTA,
