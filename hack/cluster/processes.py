@@ -4,6 +4,7 @@
 which executes the program: the id written down is the program's own.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -44,10 +45,22 @@ def start(name: str, command: Sequence[str | Path], settings: ClusterSettings) -
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in find_inherited()),
         ],
         setsid=True,
     )
     (settings.run / f"{name}.pid").write_text(f"{pid} {read_start_time(pid)}")
+
+
+def find_inherited() -> list[int]:
+    """Return what this process would hand on beside its standard streams: a lock around `make`, held by the cluster as
+    well, would be held until the cluster goes."""
+    found = []
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own is closed by now
+            if int(one.name) > 2 and os.get_inheritable(int(one.name)):
+                found.append(int(one.name))
+    return found
 
 
 def stop(name: str, settings: ClusterSettings, *, patience_seconds: float = 8) -> None:

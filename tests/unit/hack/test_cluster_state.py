@@ -1,5 +1,6 @@
 """What the local cluster remembers of this machine: never another boot's facts, never another program's process."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -37,6 +38,23 @@ def test_a_process_id_that_was_given_to_another_program_is_not_ours(tmp_path):
     assert processes.find_running("etcd", settings) is None
     processes.stop("etcd", settings)  # ends nobody: we are still here
     assert not (settings.run / "etcd.pid").exists()
+
+
+def test_a_lock_that_is_held_around_the_start_is_not_held_by_the_cluster(tmp_path, monkeypatch):
+    monkeypatch.setattr(ClusterSettings, "namespace_path", "/proc/self/ns/net")
+    settings = settings_in(tmp_path)
+    with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as others:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        os.set_inheritable(mine.fileno(), True)  # as flock(1) has it
+        processes.start("sleeper", ["sleep", "60"], settings)
+        mine.close()
+        try:
+            fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            pid = processes.find_running("sleeper", settings)
+            processes.stop("sleeper", settings)
+    assert pid is not None
+    os.waitpid(pid, 0)
 
 
 def test_a_program_that_ignores_sigterm_is_ended_all_the_same(tmp_path):
