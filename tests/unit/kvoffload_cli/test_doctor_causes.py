@@ -115,7 +115,8 @@ QUOTA = 'Error creating: pods "kvoffload-llm-abcde" is forbidden: exceeded quota
 )
 def test_pods_that_the_api_server_refuses_are_one_error_in_its_own_words(words: str, remedy: str) -> None:
     objects = one_node(says("NodeReady", "DaemonPending"), updated=0)
-    objects["/apis/apps/v1/daemonsets"] = [daemonset("llm", updated=0, desired=1, scheduled=0)]
+    whole = daemonset("other", updated=1, desired=1)
+    objects["/apis/apps/v1/daemonsets"] = [daemonset("llm", updated=0, desired=1, scheduled=0), whole]
     objects[f"/api/v1/namespaces/{SYSTEM}/events"] = [
         creation_failure("llm", words, at="2026-11-29T17:59:00Z"),
         creation_failure("llm", "older words", at="2026-11-29T17:58:00Z"),
