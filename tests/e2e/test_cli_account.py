@@ -31,7 +31,7 @@ from hack.demo import servers
 from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.run import Stage
-from kvoffload.api.keys import GROUP, POOL_PLURAL, REGION_PLURAL
+from kvoffload.api.keys import CONTAINER_ANNOTATION, GROUP, POOL_PLURAL, REGION_PLURAL
 from kvoffload_cli.__main__ import app
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
@@ -73,7 +73,8 @@ def caretaker(release: Stage, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The account, while a pool is served and a labelled pod with a variable of its user's runs."""
     kubernetes, since = release.kubernetes, time.time()
     in_release, account = f"--namespace={NAMESPACE}", f"--serviceaccount={servers.NAMESPACE}:{ACCOUNT}"
-    pod = json.loads(light_pod("marked", pool=POOL, image=release.images.python))
+    named = {CONTAINER_ANNOTATION: "main"}
+    pod = json.loads(light_pod("marked", pool=POOL, image=release.images.python, annotations=named))
     pod["spec"]["containers"][0]["env"] = [{"name": "HF_TOKEN", "value": MARKER}]
     try:
         kubernetes.kubectl("create", "serviceaccount", ACCOUNT, f"--namespace={servers.NAMESPACE}")
@@ -104,7 +105,7 @@ def daemon_of(kubernetes: Kubernetes) -> dict[str, Any]:
 def restarted_attacher(caretaker: Caretaker) -> str:
     """The name of the daemon's pod, whose attacher was killed once, so that it has a log of before."""
     pod = daemon_of(caretaker.kubernetes)
-    (pid,) = [pid for pid, line in servers.find_pod_processes(pod).items() if line.endswith("kvoffload_node attacher")]
+    (pid,) = [pid for pid, line in servers.find_pod_processes(pod).items() if line.split()[-1:] == ["attacher"]]
     os.kill(pid, signal.SIGKILL)
 
     def is_back() -> bool:
