@@ -15,7 +15,7 @@ import time
 import zipfile
 from base64 import b64decode
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Caretaker:
 
     kubernetes: Kubernetes
     kubeconfig: Path
-    token: str
+    token: str = field(repr=False)
     since: float
 
     def run(self, *arguments: str) -> Done:

@@ -45,7 +45,7 @@ def add_metrics(bundle: Bundle, reader: Reader, pod: Manifest) -> None:
         return
     name = f"metrics/{file_name(pod)}.txt"
     path = f"{path_of(pod)}:{port}/proxy/metrics"
-    text = bundle.attempt_text(path, lambda: reader.text(path))
+    text = bundle.attempt_text(name, lambda: reader.text(path))
     if text is not None:
         bundle.add_text(name, text)
 
