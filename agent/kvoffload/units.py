@@ -41,6 +41,15 @@ def parse_quantity(value: "str | int | float") -> int:
         value = int(value)
     if isinstance(value, int):
         return _checked(Fraction(value), str(value))
+    return _checked(exact_quantity(value), value)
+
+
+def exact_quantity(value: str) -> Fraction:
+    """The number that a quantity is, also where it is no number of bytes: negative, a fraction, beyond int64.
+
+    Raises:
+        InvalidSpec: no quantity.
+    """
     match = _QUANTITY.match(value) if len(value) <= MAX_DIGITS else None
     if match is None:
         raise InvalidSpec(f"{value[:MAX_DIGITS]!r} is no quantity; write bytes such as 107374182400, 100Gi or 1e11")
@@ -54,7 +63,7 @@ def parse_quantity(value: "str | int | float") -> int:
         number *= Fraction(10) ** int(suffix[1:])
     else:
         raise InvalidSpec(f"{value!r} has an unknown suffix {suffix!r}; write Ki, Mi, Gi, Ti, k, M, G or T")
-    return _checked(-number if sign == "-" else number, value)
+    return -number if sign == "-" else number
 
 
 def _checked(number: Fraction, text: str) -> int:

@@ -4,11 +4,11 @@
 which executes the program: the id written down is the program's own.
 """
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hack.cluster.settings import ClusterSettings
@@ -45,20 +45,21 @@ def start(name: str, command: Sequence[str | Path], settings: ClusterSettings) -
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
-            *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _inheritable_descriptors()),
+            *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in find_inherited()),
         ],
         setsid=True,
     )
     (settings.run / f"{name}.pid").write_text(f"{pid} {read_start_time(pid)}")
 
 
-def _inheritable_descriptors() -> list[int]:
-    """What whoever started us left open: a program that outlives us must not hold a lock or a pipe of theirs."""
+def find_inherited() -> list[int]:
+    """Return what this process would hand on beside its standard streams: a lock around `make`, held by the cluster as
+    well, would be held until the cluster goes."""
     found = []
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own
-            if int(path.name) > 2 and os.get_inheritable(int(path.name)):
-                found.append(int(path.name))
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own is closed by now
+            if int(one.name) > 2 and os.get_inheritable(int(one.name)):
+                found.append(int(one.name))
     return found
 
 

@@ -20,7 +20,7 @@ from hack.docs.sizing import fill_in
 from kvoffload_cli.__main__ import app
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-COMMANDS = (["plan"], ["doctor"], ["status"], ["top"], ["explain"], ["explain", "pod"])
+COMMANDS = (["plan"], ["doctor"], ["status"], ["top"], ["report"], ["explain"], ["explain", "pod"])
 
 
 def build_cli_page() -> str:
@@ -31,7 +31,8 @@ def build_cli_page() -> str:
         "Install it from a clone: `pipx install '.[cli]'`, or pip in a virtual environment. kubectl finds "
         "`kubectl-kvoffload` on the PATH as `kubectl kvoffload`, and `kubectl_complete-kvoffload` completes it in a "
         "shell that completes kubectl.",
-        "Exit status: 0 all is well, 1 `doctor` found an error, 2 the command could not do its work.",
+        "Exit status: 0 all is well, 1 `doctor` found an error, `status` or `report` could not read everything, 2 the "
+        "command could not do its work.",
     ]
     for command in COMMANDS:
         result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "100", "NO_COLOR": "1"})

@@ -1,6 +1,6 @@
 """`kubectl kvoffload` (or `kubectl-kvoffload`): the plugin's entry point. Runs on the administrator's machine.
 
-Exit status: 0 all is well, 1 something was found, 2 the command could not do its work.
+Exit status: 0 all is well, 1 something was found or not read, 2 the command could not do its work.
 """
 
 import sys
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvoffload.errors import KVOffloadError
-from kvoffload_cli import doctor, explain, plan, status, top
+from kvoffload_cli import doctor, explain, plan, report, status, top
 from kvoffload_cli.output import make_printable
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ app.command("plan", epilog=f"{EXAMPLE}plan -m config.json --tp 8 --node-memory 1
 app.command("doctor", epilog=f"{EXAMPLE}doctor -o json")(doctor.command)
 app.command("status", epilog=f"{EXAMPLE}status llm")(status.command)
 app.command("top", epilog=f"{EXAMPLE}top --interval 5")(top.command)
+app.command("report", epilog=f"{EXAMPLE}report --since 1h --redact")(report.command)
 app.add_typer(explain.app, name="explain")
 
 

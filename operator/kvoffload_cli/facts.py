@@ -109,11 +109,15 @@ class DaemonSetFacts:
     num_updated: int
     is_observed: bool
     """Whether the numbers are of its newest template."""
+    num_missing: int = 0
+    """Nodes that should have a pod of it, and for which there is none."""
+    refusal: str = ""
+    """The API server's last words about a pod that it did not take, empty where none is missing or there are none."""
 
     @property
     def is_rolling_out(self) -> bool:
         """Whether pods of an older template are still to be replaced."""
-        return not self.is_observed or self.num_updated < self.num_desired
+        return not self.refusal and (not self.is_observed or self.num_updated < self.num_desired)
 
 
 @dataclass(frozen=True, slots=True)

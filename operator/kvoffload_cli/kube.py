@@ -1,6 +1,7 @@
 """The plugin's only module that speaks to the API server: it reads, tries by dry run, and stores nothing."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import urllib3.exceptions
@@ -37,8 +38,8 @@ class Reader(Protocol):
     def get(self, path: str) -> dict[str, Any] | None:
         """One object, None where there is none. Raises Denied, ClusterUnavailable."""
 
-    def text(self, path: str) -> str:
-        """What a proxied path answers. Raises Denied, ClusterUnavailable."""
+    def text(self, path: str, *, query: Mapping[str, str] | None = None) -> str:
+        """What a path answers that is no object: a log, or what is proxied. Raises Denied, ClusterUnavailable."""
 
     def admit(self, path: str, manifest: dict[str, Any]) -> dict[str, Any]:
         """What would be stored of a new object, which is not (dry run). Raises Denied, ClusterUnavailable."""
@@ -78,9 +79,9 @@ class ClusterReader:
         answer = self._request(path, [])
         return None if answer is None else json.loads(answer)
 
-    def text(self, path: str) -> str:
-        """What a proxied path answers."""
-        answer = self._request(path, [])
+    def text(self, path: str, *, query: Mapping[str, str] | None = None) -> str:
+        """What a path answers that is no object: a log, or what is proxied."""
+        answer = self._request(path, list((query or {}).items()))
         if answer is None:
             raise ClusterUnavailable(f"{path}: not found")
         return answer

@@ -40,6 +40,7 @@ _T = TypeVar("_T", KVOffloadPool, KVOffloadRegion)
 API = f"/apis/{keys.GROUP}/{keys.VERSION}"
 POOLS, REGIONS = f"{API}/{keys.POOL_PLURAL}", f"{API}/{keys.REGION_PLURAL}"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+PODS, NODES, DAEMONSETS = "/api/v1/pods", "/api/v1/nodes", "/apis/apps/v1/daemonsets"
 ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 PROBE_PATH = "/api/v1/namespaces/default/pods"
 PROBE_TRIES = 3
@@ -170,15 +171,15 @@ def observe_pod(reader: Reader, *, namespace: str, name: str, now: datetime) -> 
     return replace(observe_pools(reader, now=now), pods=(opted_in_pod(found),))
 
 
-def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
-    """Everything that `doctor` judges."""
+def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True) -> ClusterFacts:
+    """Everything that `doctor` judges; without reading Secrets, all but the serving certificate."""
     seen = Observation(reader)
     pools, regions = seen.pools(), seen.regions()
-    pods = seen.collection("/api/v1/pods", Part.PODS)
+    pods = seen.collection(PODS, Part.PODS)
     deployments = seen.collection(DEPLOYMENTS, Part.DEPLOYMENTS, labels=OURS)
     workloads = [workload_facts(one) for one in deployments]
-    daemonsets = seen.collection("/apis/apps/v1/daemonsets", Part.DAEMONSETS, labels=OURS)
-    paths = certificate_secret_paths(deployments)
+    daemonsets = seen.collection(DAEMONSETS, Part.DAEMONSETS, labels=OURS)
+    paths = certificate_secret_paths(deployments) if reads_secrets else []
     secrets = [found for path in paths if (found := seen.get(path, Part.SECRETS)) is not None]
     serving = {where: one for where, one in map(serving_certificate, secrets) if one is not None}
     webhooks = [
@@ -190,11 +191,11 @@ def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
     return ClusterFacts(
         now=now,
         server_version=server_version(seen.get("/version", Part.VERSION) or {}),
-        nodes=observe_nodes(seen.collection("/api/v1/nodes", Part.NODES), pods),
+        nodes=observe_nodes(seen.collection(NODES, Part.NODES), pods),
         pools=pools,
         regions=regions,
         daemons=observe_daemons(seen, pods),
-        daemonsets=tuple(daemonset_facts(one) for one in daemonsets if labels_of(one).get(keys.DAEMON_OF_LABEL)),
+        daemonsets=observe_daemonsets(seen, daemonsets),
         workloads=tuple(workloads),
         webhooks=tuple(webhooks),
         serving_certificates=tuple(certificate_facts(one, where=where) for where, one in serving.items()),
@@ -262,17 +263,41 @@ def observe_daemons(seen: Observation, pods: Iterable[Manifest]) -> tuple[Daemon
     )
 
 
+def observe_daemonsets(seen: Observation, daemonsets: Iterable[Manifest]) -> tuple[DaemonSetFacts, ...]:
+    """The pools' DaemonSets; of those that miss pods, why the API server did not take one, by their events."""
+    found = [daemonset_facts(one) for one in daemonsets if labels_of(one).get(keys.DAEMON_OF_LABEL)]
+    refusals: dict[tuple[str, str], Manifest] = {}
+    for namespace in sorted({one.namespace for one in found if one.num_missing}):
+        path = f"/api/v1/namespaces/{namespace}/events"
+        for event in seen.collection(path, Part.EVENTS, fields="reason=FailedCreate"):
+            about = (namespace, event["involvedObject"].get("name", ""))
+            if happened_at(event) >= happened_at(refusals.get(about, {})):
+                refusals[about] = event
+    return tuple(
+        replace(one, refusal=refusals.get((one.namespace, one.name), {}).get("message", "")) if one.num_missing else one
+        for one in found
+    )
+
+
 def daemonset_facts(daemonset: Manifest) -> DaemonSetFacts:
     """A pool's DaemonSet."""
     metadata, status = daemonset["metadata"], daemonset.get("status", {})
+    num_desired = status.get("desiredNumberScheduled", 0)
     return DaemonSetFacts(
         namespace=metadata["namespace"],
         name=metadata["name"],
         pool=labels_of(daemonset)[keys.DAEMON_OF_LABEL],
-        num_desired=status.get("desiredNumberScheduled", 0),
+        num_desired=num_desired,
         num_updated=status.get("updatedNumberScheduled", 0),
         is_observed=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
+        num_missing=num_desired - status.get("currentNumberScheduled", 0),
     )
+
+
+def happened_at(event: Manifest) -> str:
+    """When an event happened last, to sort by."""
+    series = event.get("series") or {}
+    return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
 def workload_facts(deployment: Manifest) -> Workload:

@@ -14,7 +14,7 @@ from kvoffload.api.pool import MAX_POOL_NAME_LENGTH, POOL_NAME_PATTERN, KVOffloa
 from kvoffload.api.reservation import RESTART_KUBELET, pages_file, raise_beside_others
 from kvoffload.errors import InvalidSpec
 from kvoffload.layout.model_bytes import AttentionKind, read_shape
-from kvoffload.units import format_bytes, parse_quantity
+from kvoffload.units import format_bytes
 from kvoffload_cli.models import read_config
 from kvoffload_cli.options import Output
 from kvoffload_cli.output import OutputFormat, labelled, make_console, print_json, require_one_of, show_bytes
@@ -24,6 +24,7 @@ from kvoffload_cli.sizing import (
     SizingPlan,
     default_capacity,
     is_conditional,
+    parse_capacity,
     parse_quota,
     plan_sizing,
 )
@@ -76,9 +77,7 @@ def command(
     )
     plan = plan_sizing(
         engine,
-        capacity_bytes=parse_quantity(capacity)
-        if capacity
-        else default_capacity(parse_quantity(node_memory), PAGE_BYTES[page_size]),
+        capacity_bytes=parse_capacity(capacity, page_size) if capacity else default_capacity(node_memory, page_size),
         page_name=page_size,
         quotas=[parse_quota(text) for text in quota or []],
     )

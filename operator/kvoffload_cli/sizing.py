@@ -4,8 +4,10 @@ Pure. It asks the same gate and the same row arithmetic as the engine and the no
 they do cannot drift apart.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvoffload.api.pool import PageSize
 from kvoffload.errors import InvalidSpec
@@ -20,7 +22,7 @@ from kvoffload.layout.gate import (
 )
 from kvoffload.layout.model_bytes import KVBytes, ModelShape, plan_kv_bytes
 from kvoffload.layout.rows import MAX_RANKS, RankPart, Row, plan_row
-from kvoffload.units import format_bytes, nearest_multiples, parse_quantity
+from kvoffload.units import MAX_BYTES, exact_quantity, format_bytes, parse_quantity
 
 GIB = 1 << 30
 PAGE_BYTES = {size.value: size.num_bytes for size in PageSize}
@@ -122,16 +124,39 @@ class SizingPlan:
         return self.capacity_bytes - self.num_slots * self.row.slot_bytes
 
 
-def default_capacity(node_memory_bytes: int, page_bytes: int) -> int:
+def default_capacity(node_memory: str, page_name: str) -> int:
     """The pool's capacity on a node of so much memory: what is left after the node's share, in whole pages."""
-    kept = max(MIN_KEPT_BYTES, node_memory_bytes // KEPT_SHARE)
-    capacity = (node_memory_bytes - kept) // page_bytes * page_bytes
-    if capacity <= 0:
+    number, page_bytes = exact_quantity(node_memory), PAGE_BYTES[page_name]
+    if number < MIN_KEPT_BYTES + page_bytes:
         raise InvalidSpec(
-            f"a node of {format_bytes(node_memory_bytes)} has nothing left for a pool after {format_bytes(kept)} for "
-            "vLLM and the system; give --capacity to set it yourself"
+            f"--node-memory {node_memory} leaves a pool nothing after {format_bytes(MIN_KEPT_BYTES)} for vLLM and the "
+            f"system: the least is {format_bytes(MIN_KEPT_BYTES + page_bytes)}; give --capacity to set it yourself"
         )
-    return capacity
+    node_memory_bytes = parse_quantity(node_memory)
+    kept = max(MIN_KEPT_BYTES, node_memory_bytes // KEPT_SHARE)
+    return (node_memory_bytes - kept) // page_bytes * page_bytes
+
+
+def parse_capacity(text: str, page_name: str) -> int:
+    """Bytes of a pool's capacity as it was written.
+
+    Raises:
+        InvalidSpec: no quantity, or no positive multiple of the page size: with the nearest that are.
+    """
+    number = exact_quantity(text)
+    require_whole_pages(number, page_name, written=text)
+    return int(number)
+
+
+def require_whole_pages(number: Fraction, page_name: str, *, written: str) -> None:
+    """Raises InvalidSpec with the nearest that are, where it is no positive multiple of the page size within int64."""
+    pages, most = number / PAGE_BYTES[page_name], MAX_BYTES // PAGE_BYTES[page_name]
+    if pages.denominator == 1 and 1 <= pages <= most:
+        return
+    around = sorted({min(max(one, 1), most) for one in (math.floor(pages), math.ceil(pages))})
+    named = " and ".join(format_bytes(one * PAGE_BYTES[page_name]) for one in around)
+    verb = "is" if len(around) == 1 else "are"
+    raise InvalidSpec(f"capacity {written} is no positive multiple of {page_name} pages; the nearest {verb} {named}")
 
 
 def plan_sizing(
@@ -150,16 +175,7 @@ def plan_sizing(
             f"daemon takes at most {MAX_RANKS} of an engine"
         )
     page_bytes = PAGE_BYTES[page_name]
-    below, above = nearest_multiples(capacity_bytes, page_bytes)
-    if below != above or capacity_bytes == 0:
-        raise InvalidSpec(
-            f"capacity {format_bytes(capacity_bytes)} is no positive multiple of {page_name} pages; "
-            + (
-                f"the nearest are {format_bytes(below)} and {format_bytes(above)}"
-                if below
-                else f"the smallest is {page_name}"
-            )
-        )
+    require_whole_pages(Fraction(capacity_bytes), page_name, written=format_bytes(capacity_bytes))
     heads = engine.shape.num_attention_heads
     if heads % engine.tensor_parallel:
         raise InvalidSpec(

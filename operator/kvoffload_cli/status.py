@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Show pools, nodes and engines.
 
-    What is held, what is saved, what is not ready and why.
+    What is held, what is saved, what is not ready and why. Status 1 if only a part of it could be read.
     """
     facts = observe_status(ClusterReader(kubeconfig=kubeconfig, context=context), now=datetime.now(UTC))
     require_pools(facts)
@@ -42,6 +42,12 @@ def command(
         print_json(console, as_document(facts, pools))
     else:
         render(console, facts, pools)
+    raise typer.Exit(exit_status(facts))
+
+
+def exit_status(facts: ClusterFacts) -> int:
+    """1 where regions, or an object that this version does not know, could not be read."""
+    return 1 if facts.unreadable or facts.invalid else 0
 
 
 def require_pools(facts: ClusterFacts) -> None:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload.api import keys
+from kvoffload.api.region import ConfirmedLayout
 from kvoffload_cli.facts import DaemonPod
 from kvoffload_cli.kube import ClusterReader, ClusterUnavailable, Denied, Reader
 from kvoffload_cli.observe_pods import daemon_pod
@@ -53,7 +54,7 @@ class NodeSample:
     problem: str = ""
 
 
-KEPT_LABELS = {"kvoffload_lookups_total": "result"}
+KEPT_LABELS = {"kvoffload_lookups_total": "result", "kvoffload_engines": "layout"}
 
 
 def command(
@@ -138,13 +139,15 @@ def row(before: NodeSample | None, after: NodeSample) -> list[str]:
     used, capacity = (values.get(f"kvoffload_pool_{name}_bytes", 0.0) for name in ("used", "capacity"))
     hits = rate(before, after, "kvoffload_lookups_total{result=hit}")
     lookups = rate(before, after, "kvoffload_lookups_total")
+    # those that run without offload attached only to say why
+    engines = values.get("kvoffload_engines", 0.0) - values.get(f"kvoffload_engines{{layout={ConfirmedLayout.LEFT_ALONE}}}", 0.0)
     return [
         after.pod.node,
         after.pod.pool,
         show_bytes(int(used)),
         show_bytes(int(capacity)),
         f"{used / capacity:.0%}" if capacity else "-",
-        f"{values.get('kvoffload_engines', 0.0):.0f}",
+        f"{engines:.0f}",
         f"{hits / lookups:.0%}" if hits is not None and lookups else "-",
         "-" if lookups is None else f"{lookups:.0f}",
         *(

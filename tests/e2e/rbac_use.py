@@ -25,9 +25,12 @@ class Permission:
     resource: str
     """With its subresource, `kvoffloadpools/status`."""
     verb: str
+    name: str = ""
+    """Of the one object that it is for; empty where it is for all of them."""
 
     def __str__(self) -> str:
-        return f"{self.account}: {self.verb} {self.resource}{'.' if self.group else ''}{self.group} ({self.scope})"
+        resource = f"{self.resource}{'.' if self.group else ''}{self.group}{'/' if self.name else ''}{self.name}"
+        return f"{self.account}: {self.verb} {resource} ({self.scope})"
 
 
 def find_granted(objects: Iterable[Mapping[str, Any]]) -> set[Permission]:
@@ -36,31 +39,41 @@ def find_granted(objects: Iterable[Mapping[str, Any]]) -> set[Permission]:
     bindings = []
     for one in objects:
         if one["kind"] in ("Role", "ClusterRole"):
-            roles[one["kind"], one["metadata"]["name"]] = one["rules"]
+            roles[one["kind"], one["metadata"]["name"]] = one
         elif one["kind"] in ("RoleBinding", "ClusterRoleBinding"):
             bindings.append(one)
     return {
-        Permission(subject["name"], CLUSTER if binding["kind"] == "ClusterRoleBinding" else RELEASE_NAMESPACE, *what)
+        permission
         for binding in bindings
         for subject in binding["subjects"]
-        for rule in roles[binding["roleRef"]["kind"], binding["roleRef"]["name"]]
-        for what in _rule_permissions(rule)
+        for permission in find_allowed(
+            roles[binding["roleRef"]["kind"], binding["roleRef"]["name"]], account=subject["name"]
+        )
     }
 
 
-def _rule_permissions(rule: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def find_allowed(role: Mapping[str, Any], *, account: str) -> set[Permission]:
+    """Return what a role gives to an account that it is bound to, by a binding of its own kind."""
+    scope = CLUSTER if role["kind"] == "ClusterRole" else RELEASE_NAMESPACE
+    return {Permission(account, scope, *what) for rule in role["rules"] for what in _rule_permissions(rule)}
+
+
+def _rule_permissions(rule: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     for group in rule["apiGroups"]:
         for resource in rule["resources"]:
             for verb in rule["verbs"]:
-                yield group, resource, verb
+                for name in rule.get("resourceNames", [""]):
+                    yield group, resource, verb, name
 
 
-def find_used(events: Iterable[Event], *, namespace: str) -> set[Permission]:
+def find_used(events: Iterable[Event], *, namespace: str, release_namespace: str = "") -> set[Permission]:
     """Return what the service accounts of a namespace asked for and were given, discovery and tests' probes aside.
 
-    A request inside the release's namespace would have needed no more than a Role; a server-side apply that made its
-    object (201) was checked for `create` as well.
+    A request inside the release's namespace (the same, if it is not given) would have needed no more than a Role; a
+    server-side apply that made its object (201) was checked for `create` as well. Each request of one object stands
+    there twice, for a rule that names the object and for one that does not.
     """
+    release_namespace = release_namespace or namespace
     used = set()
     for event in events:
         account = account_of(event, namespace=namespace)
@@ -69,11 +82,13 @@ def find_used(events: Iterable[Event], *, namespace: str) -> set[Permission]:
         if account is None or is_probe or is_refused(event) or "resource" not in reference:
             continue
         resource = "/".join(filter(None, (reference["resource"], reference.get("subresource", ""))))
-        scope = RELEASE_NAMESPACE if reference.get("namespace") == namespace else CLUSTER
+        scope = RELEASE_NAMESPACE if reference.get("namespace") == release_namespace else CLUSTER
         verbs = {event["verb"]}
         if event["verb"] == "patch" and event.get("responseStatus", {}).get("code") == 201:
             verbs.add("create")
-        used |= {Permission(account, scope, reference.get("apiGroup", ""), resource, verb) for verb in verbs}
+        names = {"", reference.get("name", "")}
+        group = reference.get("apiGroup", "")
+        used |= {Permission(account, scope, group, resource, verb, name) for verb in verbs for name in names}
     return used
 
 

@@ -2,19 +2,19 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from e2e.control_plane import render_rules
-from e2e.user_tools import ToolOutputs, run_plugin
+from e2e.user_tools import ToolOutputs, plugin_environment, run_plugin
 from hack.cache import REPOSITORY
 from hack.console import wait_until
-from hack.demo.installation import NAMESPACE, delete_pool
+from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import running_prometheus
 from hack.demo.run import POOL, Stage
-from hack.vllm.models import ensure_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -104,23 +104,16 @@ def test_the_dashboard_was_drawn(tools: ToolOutputs) -> None:
 
 
 def test_planned_bytes_are_those_of_the_running_engine(tools: ToolOutputs, demo_result) -> None:
-    """The demo's model in float32; the CPU's block size is read from what the engine stored."""
-    (pool,) = tools.plugin["status json"].document["pools"]
-    used = demo_result.shared.figures.used_bytes
-    chunk = demo_result.shared.figures.chunk_bytes
-    assert used % chunk == 0
-    arguments = ["--tp", "2", "--capacity", str(pool["spec"]["capacity"]), "--kv-dtype", "float32", "-o", "json"]
-    kubernetes = demo_result.kubernetes
-    per_token = run_plugin(kubernetes, "plan", "--model", str(ensure_model("tiny-deepseek")), *arguments).document
-    block_tokens, rest = divmod(chunk, per_token["bytesPerToken"])
-    assert rest == 0
-    plan = run_plugin(
-        kubernetes,
-        *("plan", "--model", str(ensure_model("tiny-deepseek")), *arguments, "--block-size", str(block_tokens)),
-    ).document
-    assert plan["slotBytes"] == chunk
+    """The demo's model in float32, in blocks of as many tokens as the running server itself says."""
+    plan = tools.plugin["plan json"].document
+    assert plan["blockTokens"] == tools.block_tokens
+    assert plan["slotBytes"] == demo_result.shared.figures.chunk_bytes
     assert plan["blocks"] == demo_result.shared.figures.capacity_chunks
     assert plan["layout"] == "replicated"
+    lines = tools.plugin["plan"].output.splitlines()
+    (chunk,) = [line for line in lines if line.startswith("Chunk ")]
+    assert chunk.split()[1:5] == [str(tools.block_tokens), "tokens", "in", f"{plan['slotBytes']:,}"]
+    assert "  capacity: 256Mi" in lines
 
 
 @pytest.fixture
@@ -179,6 +172,60 @@ def test_alerts_on_short_nodes_and_unready_pools_fire(troubled: Kubernetes, tmp_
                 timeout_seconds=30,
                 log=prometheus.log,
             )
+
+
+ENFORCE = "pod-security.kubernetes.io/enforce"
+REFUSED = """\
+apiVersion: kvoffload.io/v1alpha1
+kind: KVOffloadPool
+metadata: {name: refused}
+spec: {capacity: 16Mi, pageSize: 2Mi}
+"""
+
+
+@pytest.fixture
+def refusing(release: Stage) -> Iterator[Kubernetes]:
+    """A pool that was ready, until Pod Security `baseline` was enforced in its namespace and its daemon deleted."""
+    kubernetes = release.kubernetes
+    before = kubernetes.get("namespace", NAMESPACE)["metadata"]["labels"].get(ENFORCE)
+    try:
+        create_pool(kubernetes, REFUSED, name="refused")
+        kubernetes.kubectl("label", "namespace", NAMESPACE, f"{ENFORCE}=baseline", "--overwrite")
+        selector = f"--selector={DAEMON_SELECTOR}=refused"
+        kubernetes.kubectl("delete", "pods", selector, f"--namespace={NAMESPACE}", "--wait=true")
+        yield kubernetes
+    finally:
+        kubernetes.kubectl(
+            "label", "namespace", NAMESPACE, f"{ENFORCE}={before}" if before else f"{ENFORCE}-", "--overwrite"
+        )
+        delete_pool(kubernetes, name="refused")
+
+
+def test_doctor_finds_that_pod_security_refuses_the_daemons_and_its_remedy_helps(refusing: Kubernetes) -> None:
+    def findings() -> list[dict[str, str]]:
+        done = run_plugin(refusing, "doctor", "-o", "json")
+        return [one for one in done.document["findings"] if "refused" in one["subject"]]
+
+    wait_until(
+        "doctor to find it, and nothing else of that pool",
+        lambda: [one["check"] for one in findings()] == ["daemon_pods_are_refused"],
+        timeout_seconds=60,
+        explain=lambda: json.dumps(findings(), indent=1),
+    )
+    (found,) = findings()
+    assert found["subject"] == f"daemonset/{NAMESPACE}/kvoffload-refused"
+    assert 'violates PodSecurity "baseline:latest": ' in found["message"]
+    label, _, again = found["remedy"].partition("; its controller tries again within 17 minutes, or at once: ")
+    environment = plugin_environment(refusing)
+    for command in (label, again):
+        subprocess.run(["bash", "-euc", command], env=environment, capture_output=True, check=True)
+    create_pool(refusing, REFUSED, name="refused")  # waits until it is Ready again
+    wait_until(
+        "doctor to find nothing any more",
+        lambda: findings() == [],
+        timeout_seconds=90,
+        explain=lambda: json.dumps(findings(), indent=1),
+    )
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from e2e.webhook_replicas import (
     Replica,
     certificates_for_doctor,
     create,
+    expiring_for_doctor,
     host_address,
     is_injected,
     is_serving,
@@ -371,6 +372,8 @@ def test_the_served_certificate_is_watched_by_metric_and_by_doctor(
 ) -> None:
     ((where, end),) = certificates_for_doctor(control_plane).items()
     assert where == f"secret {NAMESPACE}/{SECRET}"
+    assert where not in expiring_for_doctor(control_plane, at=datetime.now(UTC))
+    assert where in expiring_for_doctor(control_plane, at=end - timedelta(days=13))
     for replica in replicas:
         wait_until(lambda replica=replica: replica.metrics()[EXPIRY] == end.timestamp(), "its end")  # type: ignore[misc]
         assert replica.metrics()[VALIDITY] == pytest.approx(90 * 86400, abs=600)

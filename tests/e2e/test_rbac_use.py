@@ -25,7 +25,7 @@ USED_ELSEWHERE = {
     Permission("kvoffload-operator", CLUSTER, GROUP, REGION_PLURAL, "delete"): (
         "a node that goes takes its region along: test_operator_reconcile.py, for the cluster has one node"
     ),
-    Permission("kvoffload-operator", RELEASE_NAMESPACE, "", "secrets", "patch"): (
+    Permission("kvoffload-operator", RELEASE_NAMESPACE, "", "secrets", "patch", "kvoffload-webhook-tls"): (
         "certificates are renewed after two thirds of their days: test_operator_webhook.py"
     ),
     Permission("kvoffload-node", CLUSTER, "", "namespaces", "get"): (

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from hack.console import wait_until
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import Prometheus
 from hack.demo.run import OUTPUT, POOL
+from hack.demo.servers import Server, find_server
 from hack.docs import screenshot
 from hack.docs.panels import dashboard_queries
+from hack.vllm.models import ensure_model
 
 Samples = list[tuple[dict[str, str], float]]
 
@@ -43,19 +46,26 @@ class ToolOutputs:
     picture: Path
     cached_by_hand: list[int]
     """Cached tokens of the answers of A and then B to a prompt that is sent as examples/README.md says."""
+    block_tokens: int
+    """Tokens in a GPU block, as the running server says."""
 
 
 def run_plugin(kubernetes: Kubernetes, *arguments: str, program: str = "") -> Done:
     """Run `kubectl kvoffload` through kubectl itself, as a user does; `program`: `__complete`, as a shell does."""
-    environment = os.environ | {
+    command = ["kubectl", *([program] if program else []), "kvoffload", *arguments]
+    environment = plugin_environment(kubernetes)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def plugin_environment(kubernetes: Kubernetes) -> dict[str, str]:
+    """Where kubectl and the plugin are found, and how wide they print."""
+    return os.environ | {
         "KUBECONFIG": str(kubernetes.settings.kubeconfig),
         "PATH": f"{Path(sys.executable).parent}:{kubernetes.settings.binaries}:{os.environ['PATH']}",
         "COLUMNS": "160",
         "NO_COLOR": "1",
     }
-    command = ["kubectl", *([program] if program else []), "kvoffload", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def ask_by_hand(kubernetes: Kubernetes, server: str) -> int:
@@ -74,9 +84,22 @@ def ask_by_hand(kubernetes: Kubernetes, server: str) -> int:
     return int(details.get("cached_tokens") or 0)
 
 
+def read_block_tokens(server: Server) -> int:
+    """What a running vLLM says of itself on its own /metrics."""
+    with urllib.request.urlopen(f"http://{server.address}:8000/metrics", timeout=10) as answer:
+        found = re.search(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
 def use_tools(kubernetes: Kubernetes, prometheus: Prometheus, pods: list[str]) -> ToolOutputs:
     """Run everything; `pods` are the servers' pods as NAMESPACE/NAME."""
+    block_tokens = read_block_tokens(find_server(kubernetes, name="vllm-a"))
+    plan = ["plan", "--model", str(ensure_model("tiny-deepseek")), "--tp", "2", "--kv-dtype", "float32"]
+    plan += ["--capacity", kubernetes.get("kvpool", POOL)["spec"]["capacity"], "--block-size", str(block_tokens)]
     commands = {
+        "plan": plan,
+        "plan json": [*plan, "-o", "json"],
         "status": ["status"],
         "status json": ["status", POOL, "-o", "json"],
         "doctor": ["doctor"],
@@ -93,4 +116,6 @@ def use_tools(kubernetes: Kubernetes, prometheus: Prometheus, pods: list[str]) -
     cached.append(ask_by_hand(kubernetes, "vllm-b"))
     picture = OUTPUT / "dashboard.png"
     screenshot.main([prometheus.address, "--minutes", "5", "--out", str(picture)])
-    return ToolOutputs(plugin=plugin, queries=queries, picture=picture, cached_by_hand=cached)
+    return ToolOutputs(
+        plugin=plugin, queries=queries, picture=picture, cached_by_hand=cached, block_tokens=block_tokens
+    )

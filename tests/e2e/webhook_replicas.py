@@ -15,6 +15,8 @@ from urllib3.exceptions import InsecureRequestWarning
 
 import endpoints
 from e2e.control_plane import NAMESPACE, ControlPlane, operator_token, start_process
+from kvoffload_cli.checks.release import certificate_expires
+from kvoffload_cli.facts import ClusterFacts
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_cluster
 
@@ -40,10 +42,18 @@ class Replica:
 
 def certificates_for_doctor(plane: ControlPlane) -> dict[str, datetime]:
     """The serving certificates that doctor judges: where they are, and when they end."""
+    return {one.where: one.not_after for one in _observe(plane, at=datetime.now(UTC)).serving_certificates}
+
+
+def expiring_for_doctor(plane: ControlPlane, *, at: datetime) -> set[str]:
+    """Where doctor finds certificates that end soon, if it looks at that time."""
+    return {subject for _, subject, _, _ in certificate_expires(_observe(plane, at=at))}
+
+
+def _observe(plane: ControlPlane, *, at: datetime) -> ClusterFacts:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InsecureRequestWarning)  # the kubeconfig verifies nothing
-        facts = observe_cluster(ClusterReader(kubeconfig=str(plane.kubeconfig)), now=datetime.now(UTC))
-    return {one.where: one.not_after for one in facts.serving_certificates}
+        return observe_cluster(ClusterReader(kubeconfig=str(plane.kubeconfig)), now=at)
 
 
 def host_address() -> str:

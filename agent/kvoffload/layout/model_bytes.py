@@ -48,14 +48,26 @@ MLA_MODEL_TYPES = frozenset(
 
 LINEAR_KEYS = (
     "linear_attn_config",
+    "linear_num_value_heads",
     "mamba_d_state",
+    "mamba_num_heads",
     "ssm_cfg",
+    "state_size",
     "mamba_d_ssm",
+    "conv_L_cache",
+    "lru_width",
     "compress_ratios",
     "layers_block_type",
     "layer_group_size",
 )
 """Keys of configurations with recurrent state or compressed layers: their bytes are not a sum over tokens."""
+
+FULL_LAYERS = frozenset(
+    {"full_attention", "attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"}
+)
+"""`layer_types` that keep every token (vLLM `config/model.py`, `_ATTENTION_LAYER_TYPES`)."""
+WINDOWED_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
+"""`layer_types` that keep a window of tokens, or the current piece of them."""
 
 ELEMENT_BYTES: Mapping[str, int] = {
     "float32": 4,
@@ -120,12 +132,12 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
     """Read the shape out of a parsed config.json; raises InvalidSpec where its bytes cannot be told from it."""
     text = _text_config(config)
     model_type = str(text.get("model_type") or config.get("model_type") or "unknown")
-    for key in LINEAR_KEYS:
-        if text.get(key):
-            raise InvalidSpec(
-                f"{model_type}: `{key}` in the configuration means layers whose state is not a number of bytes per "
-                "token; start the engine on a small pool: its log says how many bytes a slot has ('bytes a slot')"
-            )
+    found = _other_layers(text)
+    if found:
+        raise InvalidSpec(
+            f"{model_type}: {found} in the configuration means layers whose state is not a number of bytes per "
+            "token; start the engine on a small pool: its log says how many bytes a slot has ('bytes a slot')"
+        )
     num_layers = _integer(text, "num_hidden_layers", "n_layer", "num_layers")
     if num_layers > MAX_LAYERS:
         raise InvalidSpec(f"{model_type}: {num_layers} layers in the configuration, at most {MAX_LAYERS} are planned")
@@ -216,11 +228,26 @@ def _architecture(config: Mapping[str, object]) -> str:
     return str(architectures[0]) if isinstance(architectures, list) and architectures else "unknown"
 
 
+def _other_layers(text: Mapping[str, object]) -> str:
+    """What says that layers keep something else than keys and values of tokens; empty where nothing does."""
+    for key in LINEAR_KEYS:
+        if text.get(key):
+            return f"`{key}`"
+    layer_types, attention_types = text.get("layer_types"), text.get("attn_type_list")
+    if isinstance(layer_types, list):
+        other = [str(kind) for kind in layer_types if kind not in FULL_LAYERS | WINDOWED_LAYERS]
+        if other:
+            return f"`layer_types` with {len(other)} of {len(layer_types)} layers {', '.join(sorted(set(other)))}"
+    if isinstance(attention_types, list) and any(kind != 1 for kind in attention_types):
+        return "`attn_type_list` with other values than 1"
+    return ""
+
+
 def _windowed_layers(text: Mapping[str, object], num_layers: int) -> str:
     """Which layers keep only a window of tokens, in words; empty where none does, as far as the configuration tells."""
     layer_types, window = text.get("layer_types"), _optional(text, "sliding_window")
     if isinstance(layer_types, list):
-        windowed = sum(1 for kind in layer_types if kind != "full_attention")
+        windowed = sum(1 for kind in layer_types if kind in WINDOWED_LAYERS)
         return f"{windowed} layers have a sliding window" if windowed else ""
     if window < 1 or text.get("use_sliding_window") is False:
         return ""

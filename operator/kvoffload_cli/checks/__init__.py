@@ -21,6 +21,7 @@ from kvoffload_cli.checks.pods import (
 )
 from kvoffload_cli.checks.pools import (
     daemon_does_not_run,
+    daemon_pods_are_refused,
     daemons_are_replaced,
     node_is_short_of_pages,
     pool_is_not_ready,
@@ -57,6 +58,7 @@ CHECKS: tuple[Check, ...] = (
     kubelet_reserves_pages,
     node_is_short_of_pages,
     kubelet_root_dir_is_wrong,
+    daemon_pods_are_refused,
     daemons_are_replaced,
     daemon_does_not_run,
     kubelet_counts_missing_pages,

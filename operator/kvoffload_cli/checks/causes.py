@@ -3,6 +3,7 @@
 Used by the checks of pools. Pure. In the order in which one thing explains the next:
 
     node short of pages  ->  daemon's pod pending  ->  region not ready  ->  pool not ready
+    pods of the DaemonSet refused  ->  region without a daemon  ->  pool not ready
     DaemonSet rolling out  ->  daemon's pod not ready  ->  region draining, starting  ->  pool not ready
     daemon says what is wrong (region)  ->  daemon's pod not ready  ->  pool not ready
 """
@@ -83,6 +84,12 @@ def is_rolling_out(facts: ClusterFacts, pool: str) -> bool:
     return any(one.is_rolling_out for one in facts.daemonsets if one.pool == pool)
 
 
+def is_refused(facts: ClusterFacts, *, pool: str, node: str) -> bool:
+    """Whether the node has no daemon of the pool because the API server takes none."""
+    has_pod = any((pod.pool, pod.node) == (pool, node) for pod in facts.daemons)
+    return not has_pod and any(one.refusal for one in facts.daemonsets if one.pool == pool)
+
+
 def is_young(facts: ClusterFacts, pod: DaemonPod) -> bool:
     """Whether the pod was created a moment ago and is not ready yet."""
     return not pod.is_ready and pod.created_at is not None and facts.now - pod.created_at < STARTING
@@ -107,5 +114,7 @@ def is_explained(facts: ClusterFacts, region: KVOffloadRegion) -> bool:
         return counts_missing_pages(facts, **place)
     if said is not None and said.reason not in (*PASSING_REASONS, RegionReason.DAEMON_FAILING):
         return False
+    if is_refused(facts, **place):
+        return True
     pods = [pod for pod in facts.daemons if (pod.pool, pod.node) == (place["pool"], place["node"])]
     return is_passing(facts, **place) or any(not pod.is_ready and not pod.is_deleting for pod in pods)

@@ -99,6 +99,25 @@ def daemons_are_replaced(facts: ClusterFacts) -> Found:
             yield Severity.WARNING, f"pod/{pod.namespace}/{pod.name}", message, remedy
 
 
+def daemon_pods_are_refused(facts: ClusterFacts) -> Found:
+    """The API server takes no pod of a pool's daemon: Pod Security, a quota or a policy of the namespace."""
+    for one in facts.daemonsets:
+        if not one.refusal:
+            continue
+        there = f"-n {one.namespace}"
+        mend = f"kubectl {there} describe daemonset {one.name}; let its namespace take this pod"
+        if "PodSecurity" in one.refusal:
+            label = "pod-security.kubernetes.io/enforce=privileged"
+            mend = f"kubectl label namespace {one.namespace} {label} --overwrite"
+        again = f'kubectl {there} annotate daemonset {one.name} kvoffload.io/tried-again="$(date)" --overwrite'
+        yield (
+            Severity.ERROR,
+            f"daemonset/{one.namespace}/{one.name}",
+            f"{one.num_missing} of {one.num_desired} nodes have no daemon of pool {one.pool}: {one.refusal}",
+            f"{mend}; its controller tries again within 17 minutes, or at once: {again}",
+        )
+
+
 def daemon_does_not_run(facts: ClusterFacts) -> Found:
     """A pool's daemon pod is pending, failing or often restarted."""
     for pod in facts.daemons:
@@ -185,6 +204,8 @@ def is_pool_explained(facts: ClusterFacts, pool: KVOffloadPool) -> bool:
     if facts.nodes and not nodes:
         return True
     if any(is_short(pool, node) for node in nodes) or is_rolling_out(facts, pool.name):
+        return True
+    if any(one.refusal for one in facts.daemonsets if one.pool == pool.name):
         return True
     if any(pod.pool == pool.name and not pod.is_ready for pod in facts.daemons):
         return True

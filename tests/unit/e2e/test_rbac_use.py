@@ -22,8 +22,9 @@ def event(verb: str, resource: str = "pods", *, account: str = f"{NAMESPACE}:ope
     }
 
 
-def used(*events: dict[str, Any]) -> set[tuple[str, str, str]]:
-    return {(one.scope, one.resource, one.verb) for one in find_used(events, namespace=NAMESPACE)}
+def used(*events: dict[str, Any], release: str = "") -> set[tuple[str, str, str]]:
+    found = find_used(events, namespace=NAMESPACE, release_namespace=release)
+    return {(one.scope, one.resource, one.verb) for one in found}
 
 
 def role(kind: str, name: str, *rules: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +57,18 @@ def test_a_request_in_the_release_s_namespace_does_not_use_a_cluster_wide_right(
     assert used(inside) == {("namespace", "pods", "list")}
     assert used(event("list")) == {("cluster", "pods", "list")}
     assert used(event("list", reference={"namespace": "default"})) == {("cluster", "pods", "list")}
+
+
+def test_the_release_may_be_in_another_namespace_than_who_asks() -> None:
+    inside = event("list", reference={"namespace": "release"})
+    assert used(inside, release="release") == {("namespace", "pods", "list")}
+
+
+def test_a_rule_with_names_is_a_right_for_each_of_them() -> None:
+    rule = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"], "resourceNames": ["a", "b"]}
+    objects = [role("Role", "named", rule), binding("RoleBinding", "named", "operator")]
+    asked = find_used([event("get", "secrets", reference={"namespace": NAMESPACE, "name": "a"})], namespace=NAMESPACE)
+    assert find_granted(objects) - asked == {Permission("operator", "namespace", "", "secrets", "get", "b")}
 
 
 def test_an_apply_that_made_its_object_used_create_as_well() -> None:

@@ -1,11 +1,10 @@
 """What the local cluster remembers of this machine: never another boot's facts, never another program's process."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 from hack.cluster import processes
 from hack.cluster.record import MachineRecord
@@ -30,26 +29,6 @@ def test_a_record_is_read_back_and_one_of_another_boot_is_forgotten(tmp_path):
     assert (other.hugepages_added, other.is_new) == (0, True)
 
 
-def test_a_program_that_outlives_its_starter_holds_none_of_its_descriptors(tmp_path, monkeypatch):
-    """`flock LOCK make demo` would otherwise hold the lock until the cluster is stopped."""
-    monkeypatch.setattr(ClusterSettings, "namespace_path", property(lambda _: Path("/proc/self/ns/net")))
-    settings = settings_in(tmp_path)
-    reading, writing = os.pipe()
-    os.set_inheritable(writing, True)
-    processes.start("held", [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], settings)
-    os.close(writing)
-    try:
-        log, deadline = settings.logs / "held.log", time.monotonic() + 20
-        while log.read_text() != "up\n":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.set_blocking(reading, False)
-        assert os.read(reading, 1) == b"", "nobody else holds the pipe's other end"
-    finally:
-        processes.stop("held", settings)
-        os.close(reading)
-
-
 def test_a_process_id_that_was_given_to_another_program_is_not_ours(tmp_path):
     settings = settings_in(tmp_path)
     started = processes.read_start_time(os.getpid())
@@ -59,6 +38,23 @@ def test_a_process_id_that_was_given_to_another_program_is_not_ours(tmp_path):
     assert processes.find_running("etcd", settings) is None
     processes.stop("etcd", settings)  # ends nobody: we are still here
     assert not (settings.run / "etcd.pid").exists()
+
+
+def test_a_lock_that_is_held_around_the_start_is_not_held_by_the_cluster(tmp_path, monkeypatch):
+    monkeypatch.setattr(ClusterSettings, "namespace_path", "/proc/self/ns/net")
+    settings = settings_in(tmp_path)
+    with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as others:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        os.set_inheritable(mine.fileno(), True)  # as flock(1) has it
+        processes.start("sleeper", ["sleep", "60"], settings)
+        mine.close()
+        try:
+            fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            pid = processes.find_running("sleeper", settings)
+            processes.stop("sleeper", settings)
+    assert pid is not None
+    os.waitpid(pid, 0)
 
 
 def test_a_program_that_ignores_sigterm_is_ended_all_the_same(tmp_path):

@@ -9,8 +9,8 @@ from kvoffload_cli.models import packaged_models
 @pytest.mark.parametrize(
     ("words", "proposals", "directive"),
     [
-        ([""], ["plan", "doctor", "status", "top", "explain"], NO_FILES),
-        ([], ["plan", "doctor", "status", "top", "explain"], NO_FILES),
+        ([""], ["plan", "doctor", "status", "top", "report", "explain"], NO_FILES),
+        ([], ["plan", "doctor", "status", "top", "report", "explain"], NO_FILES),
         (["do"], ["doctor"], NO_FILES),
         (["explain", ""], ["pod"], NO_FILES),
         (["doctor", "-o", ""], ["text", "json"], NO_FILES),

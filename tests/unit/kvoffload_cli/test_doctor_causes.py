@@ -11,6 +11,7 @@ from fixtures.cli.cluster import (
     FixtureReader,
     Object,
     condition,
+    creation_failure,
     daemon,
     daemonset,
     deployment,
@@ -90,6 +91,49 @@ def test_what_works_worse_is_said_beside_what_is_explained() -> None:
     status["conditions"].append(condition("Degraded", "True", "AttacherMissing", "words"))
     found = findings_of(one_node(status, draining(), updated=0))
     assert [(one.check, one.message) for one in found[1:]] == [("region_does_not_serve", "AttacherMissing: words")]
+
+
+POD_SECURITY = (
+    'Error creating: pods "kvoffload-llm-abcde" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes '
+    '(volumes "hugepages", "state", "kubelet-pods")'
+)
+QUOTA = 'Error creating: pods "kvoffload-llm-abcde" is forbidden: exceeded quota: pods, used: pods=3, limited: pods=3'
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (
+            POD_SECURITY,
+            f"kubectl label namespace {SYSTEM} pod-security.kubernetes.io/enforce=privileged --overwrite; its",
+        ),
+        (
+            QUOTA,
+            f"kubectl -n {SYSTEM} describe daemonset kvoffload-llm; let its namespace take this pod; its controller",
+        ),
+    ],
+)
+def test_pods_that_the_api_server_refuses_are_one_error_in_its_own_words(words: str, remedy: str) -> None:
+    objects = one_node(says("NodeReady", "DaemonPending"), updated=0)
+    whole = daemonset("other", updated=1, desired=1)
+    objects["/apis/apps/v1/daemonsets"] = [daemonset("llm", updated=0, desired=1, scheduled=0), whole]
+    objects[f"/api/v1/namespaces/{SYSTEM}/events"] = [
+        creation_failure("llm", words, at="2026-11-29T17:59:00Z"),
+        creation_failure("llm", "older words", at="2026-11-29T17:58:00Z"),
+        creation_failure("other", "of another pool", at="2026-11-29T17:59:30Z"),
+    ]
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.ERROR, "daemon_pods_are_refused")
+    assert found.subject == f"daemonset/{SYSTEM}/kvoffload-llm"
+    assert found.message == f"1 of 1 nodes have no daemon of pool llm: {words}"
+    assert found.remedy.startswith(remedy)
+
+
+def test_a_refusal_of_before_is_not_told_where_every_node_has_its_pod() -> None:
+    objects = healthy()
+    failure = creation_failure("llm", POD_SECURITY, at="2026-11-29T17:30:00Z")
+    objects[f"/api/v1/namespaces/{SYSTEM}/events"] = [failure]
+    assert findings_of(objects) == []
 
 
 def test_a_daemon_that_is_not_ready_for_long_is_an_error_once() -> None:

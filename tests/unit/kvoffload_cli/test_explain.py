@@ -14,6 +14,7 @@ from kvoffload.errors import InvalidSpec
 from kvoffload_cli.explain import as_document, explain_pod, render
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import API, POOLS, REGIONS, observe_pod
+from kvoffload_cli.output import print_json
 from kvoffload_cli.remedies import SKIP_REMEDIES
 
 PODS = [
@@ -38,6 +39,15 @@ def test_answers_are_the_golden_ones(cluster: str, name: str, golden: Callable[[
     with console.capture() as capture:
         render(console, explain_pod(facts, namespace=namespace, name=pod_name))
     golden(f"explain-{cluster}-{pod_name}.txt", capture.get())
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_json_answers_are_the_golden_ones(cluster: str, golden: Callable[[str, str], None]) -> None:
+    facts = observe_pod(FixtureReader(CLUSTERS[cluster]()), namespace="team-a", name="vllm-a", now=NOW)
+    console = Console(width=160, highlight=False)
+    with console.capture() as capture:
+        print_json(console, as_document(explain_pod(facts, namespace="team-a", name="vllm-a")))
+    golden(f"explain-{cluster}-vllm-a.json", capture.get())
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,16 @@ def test_sliding_window_layers_are_said_to_be_an_upper_bound() -> None:
         assert read_shape({**TINY_LLAMA, **config}).notes == (expected + bound,)
 
 
+def test_layers_that_keep_every_token_are_counted_under_any_of_their_names() -> None:
+    for config in (
+        {"layer_types": ["full_attention", "attention"]},
+        {"layer_types": ["deepseek_sparse_attention", "indexed_attention"]},
+        {"attn_type_list": [1, 1]},
+    ):
+        shape = read_shape({**TINY_LLAMA, **config})
+        assert (shape.num_layers, shape.notes) == (2, ())
+
+
 def test_no_window_is_seen_where_the_configuration_switches_it_off() -> None:
     for config in ({"sliding_window": None}, {"sliding_window": 0}, {"sliding_window": 9, "use_sliding_window": False}):
         assert read_shape({**TINY_LLAMA, **config}).notes == ()
@@ -88,6 +98,13 @@ def test_no_window_is_seen_where_the_configuration_switches_it_off() -> None:
     ("config", "message"),
     [
         ({**TINY_LLAMA, "linear_attn_config": {"head_dim": 128}}, "linear_attn_config"),
+        (
+            {**TINY_LLAMA, "layer_types": ["linear_attention", "linear_attention", "mamba", "full_attention"]},
+            "`layer_types` with 3 of 4 layers linear_attention, mamba in the configuration",
+        ),
+        ({**TINY_LLAMA, "linear_num_value_heads": 32, "full_attention_interval": 4}, "linear_num_value_heads"),
+        ({**TINY_LLAMA, "attn_type_list": [0, 1]}, "attn_type_list"),
+        ({**TINY_LLAMA, "layer_types": ["compressed_sparse_attention", "full_attention"]}, "1 of 2 layers compressed"),
         ({"model_type": "clip"}, "num_hidden_layers"),
         ({"model_type": "x", "num_hidden_layers": 2}, "neither head_dim nor num_attention_heads"),
     ],

@@ -212,15 +212,69 @@ def test_capacity_between_pages_names_the_nearest() -> None:
     with pytest.raises(InvalidSpec, match="100Mi and 102Mi"):
         plan_sizing(Engine(shape=DEEPSEEK_V3, tensor_parallel=1), capacity_bytes=100 * 2**20 + 1, page_name="2Mi")
     for too_small in (0, 1 << 20):
-        with pytest.raises(InvalidSpec, match=r"the smallest is 2Mi$"):
+        with pytest.raises(InvalidSpec, match=r"the nearest is 2Mi$"):
             plan_sizing(Engine(shape=DEEPSEEK_V3, tensor_parallel=1), capacity_bytes=too_small, page_name="2Mi")
 
 
 def test_a_quarter_of_the_node_is_left_to_vllm_and_never_less_than_16_gib() -> None:
-    assert default_capacity(512 * GIB, 2 << 20) == 384 * GIB
-    assert default_capacity(32 * GIB, 2 << 20) == 16 * GIB
+    assert default_capacity("512Gi", "2Mi") == 384 * GIB
+    assert default_capacity("32Gi", "2Mi") == 16 * GIB
     with pytest.raises(InvalidSpec, match="--capacity"):
-        default_capacity(16 * GIB, 2 << 20)
+        default_capacity("16Gi", "2Mi")
+
+
+CASE_28 = {
+    "107374182400": 107374182400,
+    "100Gi": 107374182400,
+    "1e11": "95366Mi and 95368Mi",
+    "0.5Gi": 536870912,
+    "100G": "95366Mi and 95368Mi",
+    "-1": "2Mi",
+    "9007199254740993": "8Pi and 8589934594Mi",
+    "9007199254740992": 9007199254740992,
+    "9007199256838144": 9007199256838144,
+    "1e30": "8796093022206Mi",
+    "0.3": "2Mi",
+}
+"""Capacities as flags, and the exact bytes or the nearest multiples; case 28's seven, and what lies around them."""
+
+
+@pytest.mark.parametrize(("text", "expected"), CASE_28.items())
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_capacity_is_exact_or_refused_with_the_nearest_multiples(
+    text: str, expected: int | str, joined: bool
+) -> None:
+    flag = [f"--capacity={text}"] if joined else ["--capacity", text]
+    arguments = ["plan", "-m", "deepseek-ai/DeepSeek-V3", "--tp", "8", *flag, "-o", "json"]
+    done = CliRunner().invoke(app, arguments)
+    if isinstance(expected, int):
+        assert json.loads(done.output)["capacityBytes"] == expected
+        return
+    verb = "are" if " and " in expected else "is"
+    message = f"capacity {text} is no positive multiple of 2Mi pages; the nearest {verb} {expected}"
+    assert (type(done.exception), str(done.exception)) == (InvalidSpec, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("107374182400", 80530636800),
+        ("100Gi", 80530636800),
+        ("1e11", 74998349824),
+        ("100G", 74998349824),
+        ("9007199254740993", 6755399441055744),
+        ("0.5Gi", "--node-memory 0.5Gi leaves a pool nothing"),
+        ("-1", "--node-memory -1 leaves a pool nothing after 16Gi for vLLM and the system: the least is 16386Mi;"),
+    ],
+)
+def test_a_node_s_memory_is_exact_and_its_pool_whole_pages(text: str, expected: int | str) -> None:
+    done = CliRunner().invoke(
+        app, ["plan", "-m", "deepseek-ai/DeepSeek-V3", "--tp", "8", f"--node-memory={text}", "-o", "json"]
+    )
+    if isinstance(expected, int):
+        assert json.loads(done.output)["capacityBytes"] == expected
+    else:
+        assert str(done.exception).startswith(expected)
 
 
 @pytest.mark.parametrize("text", ["team-a", "=4Gi", "team-a=", "team-a=:4Gi", "team-a=4Gi:"])

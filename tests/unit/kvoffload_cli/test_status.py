@@ -10,7 +10,8 @@ from fixtures.cli.cluster import NOW, FixtureReader, ailing, deployment, healthy
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli import status
 from kvoffload_cli.kube import ClusterUnavailable
-from kvoffload_cli.observe import API, POOLS, observe_pools, observe_status
+from kvoffload_cli.observe import API, POOLS, REGIONS, observe_pools, observe_status
+from kvoffload_cli.output import print_json
 
 
 @pytest.mark.parametrize(("name", "objects"), [("healthy", healthy), ("ailing", ailing)])
@@ -22,6 +23,9 @@ def test_tables_are_the_golden_ones(
     with console.capture() as capture:
         status.render(console, facts, status.select(facts, ""))
     golden(f"status-{name}.txt", capture.get())
+    with console.capture() as capture:
+        print_json(console, status.as_document(facts, status.select(facts, "")))
+    golden(f"status-{name}.json", capture.get())
 
 
 def test_json_holds_the_objects_own_fields() -> None:
@@ -64,6 +68,25 @@ def test_the_role_to_ask_for_is_named_after_the_release_that_is_there() -> None:
 def test_a_list_that_fails_is_not_taken_for_an_empty_one() -> None:
     with pytest.raises(ClusterUnavailable, match=r"failed \(500\)"):
         status.require_pools(observe_status(FixtureReader(healthy(), failing=(POOLS,)), now=NOW))
+
+
+@pytest.mark.parametrize(
+    ("objects", "rights", "expected"),
+    [
+        (healthy(), {}, 0),
+        (healthy(), {"denied": (REGIONS,)}, 1),
+        (healthy(), {"failing": (REGIONS,)}, 1),
+        (healthy(), {"denied": ("/apis/apps/v1/deployments",)}, 0),
+        (ailing(), {}, 1),
+    ],
+)
+def test_status_is_1_where_only_a_part_could_be_read(
+    objects: dict[str, object], rights: dict[str, tuple[str, ...]], expected: int
+) -> None:
+    """The fixture's ailing cluster has a pool that this version does not know."""
+    facts = observe_status(FixtureReader(objects, **rights), now=NOW)
+    status.require_pools(facts)
+    assert status.exit_status(facts) == expected
 
 
 def test_absent_crds_are_said() -> None:

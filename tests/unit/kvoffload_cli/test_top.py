@@ -19,6 +19,7 @@ kvoffload_pool_used_bytes{tenant="namespace/team-a"} 1.0e+010
 kvoffload_pool_used_bytes{tenant="namespace/team-b"} 2.0e+010
 # TYPE kvoffload_engines gauge
 kvoffload_engines{layout="replicated"} 2
+kvoffload_engines{layout="left-alone"} 3
 # TYPE kvoffload_lookups_total counter
 kvoffload_lookups_total{result="hit"} %(hits)d
 kvoffload_lookups_total{result="miss"} %(misses)d

@@ -1,0 +1,289 @@
+"""`kubectl kvoffload report`: what is in the bundle, and what of others never is."""
+
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fixtures.cli.cluster import NOW, SYSTEM, FixtureReader, Object, daemon, healthy, pod
+from kvoffload.api import keys
+from kvoffload.errors import InvalidSpec
+from kvoffload_cli import report
+from kvoffload_cli.bundle import contents, parts, texts
+from kvoffload_cli.bundle.archive import write_zip, writing_whole
+from kvoffload_cli.bundle.contents import gather
+from kvoffload_cli.kube import ClusterUnavailable
+from kvoffload_cli.observe import PODS, PROBE_PATH
+from kvoffload_operator.events import CONTROLLER
+
+MARKER = "hf_abcdefghijklmnop"
+"""What a user, or somebody's sidecar, keeps to themselves."""
+OPERATOR_POD = "kvoffload-operator-5d4f-x7x7x"
+DAEMON_POD = "kvoffload-llm-gpu-1"
+POD = f"/api/v1/namespaces/{SYSTEM}/pods"
+
+
+def container_status(name: str, *, restarts: int = 0) -> Object:
+    return {"name": name, "restartCount": restarts, "state": {"running": {}}}
+
+
+def operator_pod() -> Object:
+    """With what a service mesh puts beside the operator."""
+    one = pod(OPERATOR_POD, namespace=SYSTEM, labels={"app.kubernetes.io/name": "kvoffload"}, injected=False)
+    one["metadata"]["annotations"] = {"mesh.example.com/token": MARKER}
+    one["spec"]["containers"] = [
+        {
+            "name": "operator",
+            "image": "kvoffload/operator:0.1.0",
+            "args": ["run", MARKER],
+            "env": [
+                {"name": "KVOFFLOAD_NODE_IMAGE", "value": "kvoffload/node:0.1.0"},
+                {"name": "KVOFFLOAD_NODE_POD_ANNOTATIONS", "value": MARKER},
+                {"name": "HTTPS_PROXY", "value": MARKER},
+            ],
+            "ports": [{"name": "metrics", "containerPort": 9422}],
+        },
+        {
+            "name": "proxy",
+            "image": "mesh/proxy:1",
+            "args": ["--token", MARKER],
+            "env": [{"name": "A", "value": MARKER}],
+        },
+    ]
+    one["spec"]["volumes"] = [{"name": "mesh", "csi": {"driver": "mesh", "volumeAttributes": {"token": MARKER}}}]
+    one["status"]["containerStatuses"] = [container_status("operator"), container_status("proxy")]
+    return one
+
+
+def daemon_pod(node: str, *, restarts: int = 0) -> Object:
+    one = daemon("llm", node)
+    one["spec"]["containers"][0] |= {"name": "daemon", "ports": [{"name": "metrics", "containerPort": 9420}]}
+    one["status"]["containerStatuses"] = [container_status("daemon", restarts=restarts), container_status("attacher")]
+    return one
+
+
+def engine_pod() -> Object:
+    one = pod("vllm-a", annotations={"owner.example.com/secret": MARKER})
+    one["spec"]["containers"][0] |= {
+        "args": ["--api-key", MARKER],
+        "env": [
+            {"name": "HF_TOKEN", "value": MARKER},
+            {"name": "KVOFFLOAD_POOL", "value": "llm"},
+            {"name": "KVOFFLOAD_KEY", "valueFrom": {"secretKeyRef": {"name": MARKER, "key": "key"}}},
+        ],
+    }
+    return one
+
+
+def event(name: str, kind: str, of: str, namespace: str = SYSTEM) -> Object:
+    return {
+        "metadata": {"name": name, "namespace": namespace},
+        "involvedObject": {"kind": kind, "namespace": namespace, "name": of},
+        "reason": "Test",
+        "message": f"of {of}",
+        "lastTimestamp": f"2026-11-29T17:0{len(name) % 10}:00Z",
+    }
+
+
+def objects() -> dict[str, Any]:
+    """The healthy cluster, with logs, metrics, events, and MARKER wherever others could have put one."""
+    found = healthy()
+    found[PODS] = [daemon_pod("gpu-1", restarts=1), daemon_pod("gpu-2"), operator_pod(), engine_pod(), pod("vllm-b")]
+    found[f"/api/v1/namespaces/{SYSTEM}/events"] = [
+        event("a", "Pod", DAEMON_POD),
+        event("bb", "ReplicaSet", "kvoffload-operator-5d4f"),
+        event("ccc", "Pod", "somebody-else"),
+    ]
+    found["/api/v1/events"] = [
+        event("dddd", "Pod", "vllm-gone", "team-a") | {"reportingComponent": "kvoffload.io/operator"},
+        event("eeeee", "Pod", MARKER, "team-a") | {"reportingComponent": "kubelet"},
+    ]
+    for name in (DAEMON_POD, "kvoffload-llm-gpu-2"):
+        found[f"{POD}/{name}:9420/proxy/metrics"] = 'kvoffload_pool_used_bytes{tenant="namespace/team-a"} 1\n'
+        for container in ("daemon", "attacher"):
+            found[f"{POD}/{name}/log?container={container}"] = (
+                f"{container}: team-a/vllm-a and team-a/vllm-old on gpu-1\n"
+            )
+    found[f"{POD}/{DAEMON_POD}/log?container=daemon&previous=true"] = "the end\n"
+    found[f"{POD}/{OPERATOR_POD}:9422/proxy/metrics"] = "kvoffload_operator_up 1\n"
+    found[f"{POD}/{OPERATOR_POD}/log?container=operator"] = "leader\n"
+    return found
+
+
+def texts_of(bundle: parts.Bundle) -> dict[str, str]:
+    return {name: one if isinstance(one, str) else json.dumps(one, default=str) for name, one in bundle.entries.items()}
+
+
+def test_the_bundle_has_every_part(golden: Callable[[str, str], None], tmp_path: Path) -> None:
+    bundle = gather(FixtureReader(objects()), now=NOW)
+    assert bundle.failures == []
+    assert bundle.left_out == []
+    assert {one["metadata"]["name"] for one in bundle.entries["workloads.json"]} == {
+        *("kvoffload-operator", "kvoffload-webhook-0", "kvoffload-llm"),
+    }
+    assert [one["name"] for one in bundle.entries["engine-pods.json"]] == ["vllm-a", "vllm-b"]
+    assert bundle.entries["engine-pods.json"][0]["environment"] == {"vllm": {"KVOFFLOAD_POOL": "llm"}}
+    assert bundle.entries["engine-pods.json"][0]["annotations"][keys.INJECTED_ANNOTATION] == "0.1.0"
+    assert [one["involvedObject"]["name"] for one in bundle.entries["events.json"]] == [
+        *("vllm-gone", "kvoffload-operator-5d4f", DAEMON_POD),
+    ]
+    (configuration,) = bundle.entries["webhook-configurations.json"]
+    (authority,) = configuration["webhooks"][0]["authorities"]
+    assert authority["subject"] == "CN=kvoffload webhook CA"
+    assert bundle.entries["doctor.json"]["findings"] == []
+    with writing_whole(tmp_path / "x.zip", force=False) as stream:
+        sizes = write_zip(stream, bundle.entries.items(), folder="x", now=NOW)
+    console = Console(width=160, highlight=False)
+    with console.capture() as capture:  # bytes of a golden file would change with every certificate
+        report.render(console, bundle, dict.fromkeys(sizes, 1), Path("x.zip"))
+    golden("report.txt", capture.get())
+
+
+def test_nothing_of_others_is_in_it() -> None:
+    reader = FixtureReader(objects())
+    assert MARKER in json.dumps(reader.objects)
+    assert [name for name, text in texts_of(gather(reader, now=NOW)).items() if MARKER in text] == []
+
+
+def test_no_secret_is_read() -> None:
+    class Watched(FixtureReader):
+        def _check(self, path: str) -> None:
+            assert "secrets" not in path
+            super()._check(path)
+
+    bundle = gather(Watched(objects()), now=NOW)
+    assert "a report reads no Secret" in bundle.entries["doctor.json"]["notChecked"][-1]
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_there() -> None:
+    log = f"{POD}/{DAEMON_POD}/log"
+    bundle = gather(FixtureReader(objects(), denied=(log,), failing=("/api/v1/nodes",)), now=NOW)
+    assert {one["what"] for one in bundle.entries["not-read.json"]} == {
+        "/api/v1/nodes",
+        *(f"logs/{SYSTEM}/{DAEMON_POD}/{run}.log" for run in ("daemon", "daemon.previous", "attacher")),
+    }
+    assert all("403" in one["reason"] or "500" in one["reason"] for one in bundle.entries["not-read.json"])
+    assert f"logs/{SYSTEM}/{OPERATOR_POD}/operator.log" in bundle.entries
+
+
+def test_who_may_create_no_pod_has_read_everything_all_the_same() -> None:
+    bundle = gather(FixtureReader(objects(), denied=(PROBE_PATH,)), now=NOW)
+    assert bundle.failures == []
+    assert any(PROBE_PATH in one for one in bundle.entries["doctor.json"]["notChecked"])
+
+
+def test_names_are_replaced_by_the_same_word_everywhere() -> None:
+    bundle = gather(FixtureReader(objects()), now=NOW, redacts=True)
+    joined = "\n".join(texts_of(bundle).values()).replace("uid-vllm-", "uid-")
+    for name in ("team-a", "vllm-a", "vllm-b", "vllm-old", "vllm-gone", '"gpu-1"', "llm.gpu-1"):
+        assert name not in joined, name
+    engine = bundle.entries["engine-pods.json"][0]
+    log = bundle.entries[f"logs/{SYSTEM}/{DAEMON_POD}/daemon.log"]
+    assert log.startswith(f"daemon: {engine['namespace']}/{engine['name']} and {engine['namespace']}/pod-")
+    assert log.endswith(f" on {engine['node']}\n")
+    assert bundle.entries["regions.json"][0]["metadata"]["name"] == f"llm.{engine['node']}"
+    assert f'tenant="namespace/{engine["namespace"]}"' in joined.replace('\\"', '"')
+    assert SYSTEM in joined
+    again = gather(FixtureReader(objects()), now=NOW, redacts=True)
+    assert again.entries["engine-pods.json"][0]["name"] != engine["name"], "nobody can look up a name by its hash"
+
+
+def test_logs_are_left_out_where_that_is_asked() -> None:
+    bundle = gather(FixtureReader(objects()), now=NOW, with_logs=False)
+    assert not [name for name in bundle.entries if name.startswith("logs/")]
+    assert [name for name in bundle.entries if name.startswith("metrics/")]
+
+
+def test_bounds_hold_and_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "MAX_OBJECTS", 1)
+    monkeypatch.setattr(texts, "MAX_PODS", 2)
+    monkeypatch.setattr(parts, "MAX_TEXT_BYTES", 40)
+    bundle = gather(FixtureReader(objects()), now=NOW)
+    assert len(bundle.entries["pods.json"]) == 1
+    with_logs = {name.split("/")[2] for name in bundle.entries if name.startswith("logs/")}
+    assert with_logs == {OPERATOR_POD, DAEMON_POD}, "the operator, and the daemon that was restarted"
+    assert len(bundle.entries[f"metrics/{SYSTEM}/{DAEMON_POD}.txt"]) == 40
+    assert {one.partition(":")[0] for one in bundle.left_out} >= {"pods.json", "logs and metrics"}
+    assert bundle.entries["summary.json"]["leftOut"] == bundle.left_out
+
+
+def test_of_a_log_that_is_too_long_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"line {number}\n" for number in range(6000)]
+
+    class Log(FixtureReader):
+        def text(self, path: str, *, query: Any = None) -> str:
+            return "".join(lines[-int(query["tailLines"]) :])[: int(query["limitBytes"])]
+
+    monkeypatch.setattr(texts, "MAX_TEXT_BYTES", 20_000)
+    text, num_lines = texts.read_tail(Log({}), "path", {})
+    assert (text.splitlines()[-1], num_lines) == ("line 5999", 500)
+
+
+def test_an_api_server_that_is_away_ends_it() -> None:
+    class Away(FixtureReader):
+        def list_objects(self, path: str, *, labels: str = "", fields: str = "") -> list[Object]:
+            raise ClusterUnavailable("no answer")
+
+    with pytest.raises(ClusterUnavailable):
+        gather(Away({}), now=NOW)
+
+
+def test_the_file_is_whole_private_and_replaces_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "x.zip"
+    before = os.umask(0)
+    try:
+        with writing_whole(target, force=False) as stream:
+            write_zip(stream, [("a.json", {"a": 1}), ("b.txt", "b")], folder="x", now=NOW)
+            assert not target.exists()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    with zipfile.ZipFile(target) as archive:
+        assert archive.namelist() == ["x/a.json", "x/b.txt"]
+        assert archive.testzip() is None
+    with pytest.raises(InvalidSpec, match="is there already"), writing_whole(target, force=False):
+        pass
+    with writing_whole(target, force=True) as stream:
+        stream.write(b"new")
+    assert target.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_file_that_came_meanwhile_is_left(tmp_path: Path) -> None:
+    target = tmp_path / "x.zip"
+    writing = writing_whole(target, force=False)
+    writing.__enter__().write(b"mine")
+    target.write_bytes(b"theirs")
+    with pytest.raises(InvalidSpec, match="File exists"):
+        writing.__exit__(None, None, None)
+    assert target.read_bytes() == b"theirs"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_ends_early_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), writing_whole(tmp_path / "x.zip", force=False):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InvalidSpec, match="cannot write into"), writing_whole(tmp_path / "no" / "x.zip", force=False):
+        pass
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 0), ("90s", 90), ("15m", 900), ("1h", 3600), ("2d", 172800)])
+def test_since_is_a_time(text: str, seconds: int) -> None:
+    assert report.parse_since(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1", "h", "0h", "-1h", "1.5h", "1w", "1h30m"])
+def test_since_is_refused_where_it_is_none(text: str) -> None:
+    with pytest.raises(InvalidSpec, match="write 90s, 15m, 1h or 2d"):
+        report.parse_since(text)
+
+
+def test_the_operators_component_is_that_of_its_events() -> None:
+    assert contents.OF_OPERATOR.partition("=")[2] == CONTROLLER
