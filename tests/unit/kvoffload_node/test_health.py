@@ -94,10 +94,12 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
-    loop.close()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
+        loop.close()
 
 
 def test_a_flood_of_scrapes_has_its_share_of_the_loop_and_all_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
