@@ -65,6 +65,9 @@ PROBE = {
 MOUNT_FAILED = "MountVolume."
 """How a kubelet's event begins that names the volume; the others of its reason only say that it waited."""
 
+COMBINED = "(combined from similar events): "
+"""What a controller puts before its words when it has said nearly the same before."""
+
 
 class Observation:
     """Reads one thing after the other, and keeps what could not be read instead of stopping there: it is unknown."""
@@ -273,9 +276,9 @@ def observe_daemonsets(seen: Observation, daemonsets: Iterable[Manifest]) -> tup
             about = (namespace, event["involvedObject"].get("name", ""))
             if happened_at(event) >= happened_at(refusals.get(about, {})):
                 refusals[about] = event
+    words = {about: event.get("message", "").removeprefix(COMBINED) for about, event in refusals.items()}
     return tuple(
-        replace(one, refusal=refusals.get((one.namespace, one.name), {}).get("message", "")) if one.num_missing else one
-        for one in found
+        replace(one, refusal=words.get((one.namespace, one.name), "")) if one.num_missing else one for one in found
     )
 
 

@@ -9,6 +9,7 @@ from kvoffload_cli.checks.causes import (
     fails,
     is_explained,
     is_passing,
+    is_refused,
     is_rolling_out,
     is_short,
     is_short_by_name,
@@ -160,7 +161,8 @@ def region_does_not_serve(facts: ClusterFacts) -> Found:
                 yield Severity.ERROR, subject, "the node daemon has not reported yet", daemon_logs(spec.pool_name)
         elif ready.status != "True" and spec.mode is Mode.ACTIVE:
             yield Severity.ERROR, subject, f"{ready.reason}: {ready.message}", why
-        if degraded is not None and degraded.status == "True":
+        is_of_the_past = is_refused(facts, pool=spec.pool_name, node=spec.node_name)  # the daemon that wrote it is gone
+        if degraded is not None and degraded.status == "True" and not is_of_the_past:
             yield Severity.WARNING, subject, f"{degraded.reason}: {degraded.message}", why
 
 

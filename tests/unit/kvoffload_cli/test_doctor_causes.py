@@ -114,11 +114,13 @@ QUOTA = 'Error creating: pods "kvoffload-llm-abcde" is forbidden: exceeded quota
     ],
 )
 def test_pods_that_the_api_server_refuses_are_one_error_in_its_own_words(words: str, remedy: str) -> None:
-    objects = one_node(says("NodeReady", "DaemonPending"), updated=0)
+    gone = says("NodeReady", "DaemonPending")
+    gone["conditions"].append(condition("Degraded", "True", "AttacherMissing", "last words of a daemon that is gone"))
+    objects = one_node(gone, updated=0)
     whole = daemonset("other", updated=1, desired=1)
     objects["/apis/apps/v1/daemonsets"] = [daemonset("llm", updated=0, desired=1, scheduled=0), whole]
     objects[f"/api/v1/namespaces/{SYSTEM}/events"] = [
-        creation_failure("llm", words, at="2026-11-29T17:59:00Z"),
+        creation_failure("llm", f"(combined from similar events): {words}", at="2026-11-29T17:59:00Z"),
         creation_failure("llm", "older words", at="2026-11-29T17:58:00Z"),
         creation_failure("other", "of another pool", at="2026-11-29T17:59:30Z"),
     ]
