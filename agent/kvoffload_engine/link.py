@@ -51,6 +51,13 @@ from kvoffload_engine.slots import SlotRow
 REPORT_SECONDS = 1.0
 REGION_SHARE = 8
 """At most one slot in so many of the region is held unused by one engine."""
+SAID_REASONS = {
+    "QuotaLimit": "the Kubernetes namespace is at its limit in the pool's quotas, and all that it stored is in use; "
+    "raise the limit",
+    "StateFull": "the disk of the node daemon's state folder is full; make room on the node",
+}
+"""Why fewer slots come than were asked for, where a person can do something about it; said once a session. The daemon
+counts all reasons (`kvoffload_short_reservations_total`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +117,7 @@ class DaemonLink:
         self._slots: deque[int] = deque()
         self._reserving = 0
         """Number of the Reserve that has no answer yet, 0 if there is none."""
+        self._said_short: set[str] = set()
         self._owed: dict[int, Answer | None] = {}
         self._next_number = 1
         self._unpins: list[bytes] = []
@@ -274,6 +282,7 @@ class DaemonLink:
         self.row = None
         self.is_draining = self._is_bound = False
         self._slots.clear()
+        self._said_short.clear()
         self._reserving = 0
         for answer in self._owed.values():
             if answer is not None:
@@ -289,6 +298,7 @@ class DaemonLink:
             self._take_found(message)
         elif isinstance(message, Reserved):
             self._owed.pop(message.request, None)
+            self._say_short(message.reason)
             if message.request == self._reserving:
                 self._reserving = 0
                 self._slots.extend(unpack(message.offsets).tolist())
@@ -307,6 +317,11 @@ class DaemonLink:
         elif isinstance(message, Refused):
             self.row = None
             logger.warning("kvoffload scheduler: the node daemon refused: %s: %s", message.reason, message.message)
+
+    def _say_short(self, reason: str) -> None:
+        if reason in SAID_REASONS and reason not in self._said_short:
+            self._said_short.add(reason)
+            logger.warning("kvoffload scheduler: not everything is stored: %s: %s", reason, SAID_REASONS[reason])
 
     def _take_ready(self, message: EngineReady) -> None:
         row = SlotRow(message.slot_bytes, message.part_offsets, message.sharers, message.sharer_index)

@@ -44,6 +44,7 @@ HELP = {
     "kvoffload_request_duration_seconds": "Time the daemon takes for one message.",
     "kvoffload_prefault_ratio": "Share of the capacity that has pages allocated.",
     "kvoffload_numa_extents": "Extents placed since the daemon's start on hosts of several NUMA nodes, by numa_node.",
+    "kvoffload_short_reservations": "Requests for slots that brought fewer than were asked for, by reason.",
     "kvoffload_slab_waste_bytes": "Bytes at the ends of extents that hold no slot.",
     "kvoffload_refusals": "Refused sessions and requests, by reason.",
     "kvoffload_sessions_closed": "Connections that ended, by reason.",
@@ -66,6 +67,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "kvoffload_request_duration_seconds": ("operation",),
     "kvoffload_numa_extents": ("numa_node",),
     "kvoffload_refusals": ("reason",),
+    "kvoffload_short_reservations": ("reason",),
     "kvoffload_sessions_closed": ("reason",),
     "kvoffload_daemon_failures": ("part",),
     "kvoffload_endpoint_connections_ended": ("reason",),
@@ -134,6 +136,7 @@ class NodeCollector(Collector):
             {("load",): counters.failed_loads, ("store",): counters.failed_stores},
         )
         yield _counted("kvoffload_evicted_bytes", figures.evicted_bytes)
+        yield _counted("kvoffload_short_reservations", registry.traffic.short_reservations)
         yield _counted("kvoffload_refusals", registry.refusals)
         yield _counted("kvoffload_sessions_closed", registry.closed)
         yield self._durations()

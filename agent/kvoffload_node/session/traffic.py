@@ -12,6 +12,7 @@ from kvoffload.errors import RefusalReason
 from kvoffload.protocol.messages import Report
 from kvoffload_node.failures import Part
 from kvoffload_node.index.slots import Namespace
+from kvoffload_node.index.tenant import Shortage
 from kvoffload_node.region.extents import HEADROOM_EXTENTS
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import Engine, Session
@@ -19,6 +20,8 @@ from kvoffload_node.session.engines import Engine, Session
 MIN_WRITES = 256
 """So many slots any engine may have reserved and not sealed; above, at most `MAX_WRITE_SHARE` of the capacity."""
 MAX_WRITE_SHARE = 4
+SHORT_RESERVATIONS = (*Shortage, RefusalReason.NOT_READY, RefusalReason.DRAINING, RefusalReason.RATE)
+"""Every `Reserved.reason`."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class Traffic:
     def __init__(self, region: Region) -> None:
         self._region = region
         self.counters = Counters()
+        self.short_reservations: Counter[str] = Counter({reason.value: 0 for reason in SHORT_RESERVATIONS})
         self.paused = ""
         """Why nothing is served now, empty while it is."""
 
@@ -67,6 +71,12 @@ class Traffic:
 
     def reserve(self, engine: Engine, count: int) -> tuple[list[int], str]:
         """Up to `count` slots for the engine to write, and why not all came."""
+        offsets, reason = self._reserve(engine, count)
+        if reason:
+            self.short_reservations[reason] += 1
+        return offsets, reason
+
+    def _reserve(self, engine: Engine, count: int) -> tuple[list[int], str]:
         tenant, slab, account = engine.tenant, engine.slab, engine.pod.account
         if slab is None or not engine.ready:
             return [], RefusalReason.NOT_READY.value

@@ -24,6 +24,7 @@ from kvoffload.protocol.messages import (
     Message,
     Reassert,
     Reserve,
+    Reserved,
     Seal,
     Unpin,
     Welcome,
@@ -181,6 +182,19 @@ def test_a_store_that_ended_while_a_session_began_is_sealed_without_another_step
     worker._tick()
     (seal,) = [message for message in session.sent if isinstance(message, Seal)]
     assert (seal.epoch, seal.offsets) == (2, packed(3))
+
+
+def test_a_scheduler_says_once_why_not_everything_is_stored(
+    engine: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, session = make_link(engine)
+    reasons = ("Allocating", "StateFull", "AllLeased", "StateFull", "")
+    session.receive = lambda _: [Reserved(7, 2, b"", reason) for reason in reasons]
+    with caplog.at_level("WARNING"):
+        link.poll()
+        link.poll()
+    (record,) = caplog.records
+    assert "StateFull: the disk of the node daemon's state folder is full" in record.getMessage()
 
 
 def unpin(link: Any, engine: SimpleNamespace) -> None:
