@@ -53,6 +53,7 @@ def test_a_full_disk_ends_no_daemon(folder: Path, small_disk: Path) -> None:
         said = daemon.log.count("records of more slots cannot be written")
         assert said == 1, "however the engines take turns"
         assert daemon.metrics()['kvoffload_daemon_failures_total{part="Records"}'] >= 2
+        assert daemon.metrics()['kvoffload_short_reservations_total{reason="StateFull"}'] >= 2
         for _ in range(3):
             with pytest.raises(KVOffloadError):
                 connect(path, hello(engine_id="late"))
