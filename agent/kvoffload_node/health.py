@@ -10,9 +10,9 @@ a web framework. The daemon's answers are made in its event loop, so that nothin
 
 Any pod may reach the port (where no NetworkPolicy keeps it out), so what it costs is bounded:
 
-    accepted ──> reads its request ──> its answer is made ──> written ──> closed
-                 (ended: REQUEST_SECONDS are over, or MAX_REQUESTS are open and it is the oldest that is not being made)
-                                       (waits until the loop has had its LOOP_SHARE: one answer for all who wait)
+    accepted ──> its request is read ──> its answer is made ──> written ──> closed
+                 (ended where that takes REQUEST_SECONDS, or where it is the oldest of MAX_REQUESTS)
+                                         (waits until the loop has had its LOOP_SHARE: one answer for all who wait)
 """
 
 import asyncio
@@ -48,6 +48,8 @@ MAX_REQUESTS = 8
 """Connections at once, each with a thread; the kubelet and Prometheus need three."""
 GRACE_SECONDS = 0.02
 """A connection has so long to be heard before another may take its place."""
+SEND_BUFFER_BYTES = 1 << 20
+"""An answer is written at once, whether it is read or not."""
 SAY_AGAIN_SECONDS = 60.0
 LOOK_SECONDS = 0.5
 """How often overdue connections are looked for."""
@@ -67,6 +69,8 @@ class _Open:
 
     address: str
     since: float
+    is_heard: bool = False
+    """Its request was read whole."""
     is_being_made: bool = False
     """Its answer is: that is bounded by itself."""
 
@@ -100,12 +104,13 @@ class Endpoints(ThreadingHTTPServer):
         """A connection was accepted: make room for it, or let it wait until an answer is made."""
         with self._changing:
             while len(self._open) >= MAX_REQUESTS and not self._is_stopping:
-                idle = [(found.since, sock) for sock, found in self._open.items() if not found.is_being_made]
-                since, oldest = idle[0] if idle else (math.inf, None)
+                unheard = [(found.since, sock) for sock, found in self._open.items() if not found.is_heard]
+                since, oldest = unheard[0] if unheard else (math.inf, None)
                 if (wait_seconds := since + GRACE_SECONDS - time.monotonic()) <= 0:
                     self._end(oldest, Ended.TOO_MANY)
                 else:
                     self._changing.wait(min(wait_seconds, LOOK_SECONDS))
+            request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             self._open[request] = _Open(client_address[0], time.monotonic())
         super().process_request(request, client_address)
 
@@ -132,7 +137,7 @@ class Endpoints(ThreadingHTTPServer):
         """The answer to a request that was read whole."""
         with self._changing:
             if (found := self._open.get(request)) is not None:
-                found.is_being_made = True
+                found.is_heard = found.is_being_made = True
         try:
             return answer()
         finally:
