@@ -11,8 +11,9 @@ from rich.console import Console
 from kvoffload.api import keys
 from kvoffload.api.keys import SkipReason
 from kvoffload.api.pool import KVOffloadPool, Sharing
-from kvoffload.api.region import RegionEngine
+from kvoffload.api.region import MAX_ENGINES, RegionEngine
 from kvoffload.errors import InvalidSpec
+from kvoffload_cli.attachment import find_unattached, plugin_log
 from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_pod
@@ -86,7 +87,7 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
     ]
     if not pod.injected_version:
         return answers
-    answers.append(Explanation("Attached", tuple(_about_attachment(pod, engines))))
+    answers.append(Explanation("Attached", tuple(_about_attachment(facts, pod, engines))))
     answers.append(Explanation("Layout", tuple(_about_layout(pod, engines))))
     engines = tuple(engine for engine in engines if not declined_offload(engine))
     if pool is not None and engines:
@@ -156,7 +157,7 @@ def _about_injection(pod: OptedInPod) -> Iterator[str]:
         yield remedy_of_missed(pod)
 
 
-def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
+def _about_attachment(facts: ClusterFacts, pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
     for engine in engines:
         if declined_offload(engine):
             yield f"no: the engine serves without offload: {engine.message or 'no reason given'}"
@@ -169,8 +170,20 @@ def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Ite
     elif not engines and pod.ready_since is None:
         yield "not yet: an engine attaches when it has loaded its weights"
     elif not engines:
+        yield from _about_no_engine(facts, pod)
+
+
+def _about_no_engine(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
+    region, found = facts.region(pool=pod.pool, node=pod.node), find_unattached(facts, pod)
+    if found is not None:
+        yield f"no: {found.message}"
+        yield found.remedy
+    elif region is not None and region.status.engines_attached > MAX_ENGINES:
+        yield f"not to be told: the region names {MAX_ENGINES} of its {region.status.engines_attached} engines"
+        yield plugin_log(pod)
+    else:
         yield "no: the pod serves without offload"
-        yield f"kubectl -n {pod.namespace} logs {pod.name} | grep -i kvoffload   # the plugin says in one line why"
+        yield "an engine attaches by itself once the region on its node serves"
 
 
 def _about_restarts(pod: OptedInPod) -> Iterator[str]:

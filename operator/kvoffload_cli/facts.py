@@ -70,6 +70,8 @@ class OptedInPod:
     skip_reason: str
     predicted_layout: str
     has_volume: bool
+    has_readiness_probe: bool = True
+    """Whether Ready means that its server answers, and not only that it runs."""
     label_is_late: bool | None = None
     """Whether the label came after the pod was created; None where that cannot be told."""
     num_restarts: int = 0

@@ -94,6 +94,7 @@ def opted_in_pod(pod: Manifest) -> OptedInPod:
         skip_reason=annotations.get(keys.SKIP_REASON_ANNOTATION, ""),
         predicted_layout=annotations.get(keys.REPLICATED_LAYOUT_ANNOTATION, ""),
         has_volume=any(volume["name"] == keys.VOLUME_NAME for volume in spec.get("volumes", [])),
+        has_readiness_probe=any("readinessProbe" in container for container in spec["containers"]),
         label_is_late=came_label_late(pod),
         num_restarts=count_restarts(pod),
         last_end=last_end(pod),

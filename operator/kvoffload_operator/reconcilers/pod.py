@@ -50,7 +50,7 @@ def plan_pod(
             PodPlan(
                 PodEvent.UNATTACHED,
                 f"runs for {waited:.0f} s on node {pod.node} and no engine of it is attached to pool {pod.pool}: it "
-                "serves without offload. See vLLM's log for lines of kvoffload, and the region's conditions",
+                f"serves without offload. `kubectl kvoffload explain pod {pod.namespace}/{pod.name}` says what to do",
                 warning=True,
             )
         )

@@ -1,5 +1,7 @@
 """`kubectl kvoffload doctor`: one finding for one cause, and nothing about what it could not read."""
 
+import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from fixtures.cli.cluster import (
     pool,
     region,
 )
+from hack.cache import REPOSITORY
 from kvoffload.api import keys
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import Finding, Severity, run_checks
@@ -274,3 +277,65 @@ def test_what_helm_must_install_has_its_namespace() -> None:
     half = [deployment("webhook", release="kv", namespace="serving")]
     (found_half, *_) = findings_of(healthy() | {"/apis/apps/v1/deployments": half})
     assert found_half.remedy == "helm upgrade kv charts/kvoffload -n serving"
+
+
+def with_ready_pod(*, ready_at: str, serves_since: str = "2026-11-29T17:00:00Z", **pod_more: Any) -> dict[str, Any]:
+    """A healthy cluster with a third pod that no engine speaks for."""
+    objects = healthy()
+    alone = pod("alone", **pod_more)
+    alone["status"]["conditions"][0]["lastTransitionTime"] = ready_at
+    objects["/api/v1/pods"].append(alone)
+    (ready,) = [one for one in objects[REGIONS][0]["status"]["conditions"] if one["type"] == "Ready"]
+    ready["lastTransitionTime"] = serves_since
+    return objects
+
+
+@pytest.mark.parametrize(
+    ("times", "severity"),
+    [
+        ({"ready_at": "2026-11-29T18:00:00Z"}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:58:01Z"}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:58:00Z"}, Severity.ERROR),
+        ({"ready_at": "2026-11-29T17:30:00Z", "serves_since": "2026-11-29T17:58:01Z"}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:55:01Z", "probed": False}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:55:00Z", "probed": False}, Severity.ERROR),
+    ],
+)
+def test_a_ready_pod_without_an_engine_is_named_at_once_and_is_an_error_after_two_minutes(
+    times: dict[str, Any], severity: Severity
+) -> None:
+    (found,) = findings_of(with_ready_pod(**times))
+    assert (found.severity, found.check, found.subject) == (severity, "pod_is_not_attached", "pod/team-a/alone")
+    assert ("may still load its weights" in found.message) is ("probed" in times)
+    assert "`Failed to load plugin kvoffload`: it was not imported, recreate the pod" in found.remedy
+
+
+def test_a_pod_where_the_region_does_not_serve_is_explained_by_the_region() -> None:
+    objects = with_ready_pod(ready_at="2026-11-29T17:30:00Z")
+    objects[REGIONS][0]["status"]["conditions"] = says("Ready", "NoHugetlbfs")["conditions"]
+    assert [one.check for one in findings_of(objects)] == ["region_does_not_serve"]
+
+
+def test_a_region_that_cannot_name_all_its_engines_makes_no_pod_unattached() -> None:
+    objects = with_ready_pod(ready_at="2026-11-29T17:30:00Z")
+    objects[REGIONS][0]["status"]["enginesAttached"] = 65
+    assert findings_of(objects) == []
+
+
+OTHERS_LINES = """\
+  File "/run/kvoffload/kvoffload_engine/plugin.py", line 12, in register
+INFO adding /run/kvoffload to sys.path, KVOFFLOAD_POOL=llm
+"""
+
+
+def test_the_log_command_of_the_remedy_shows_our_lines_and_no_paths() -> None:
+    source = "".join(one.read_text() for one in sorted((REPOSITORY / "agent" / "kvoffload_engine").rglob("*.py")))
+    ours = re.findall(r'logger\.\w+\(\s*f?"(kvoffload[^"]*)', source)
+    ours = [line.replace("%s", "0.1.0", 1) for line in ours] + ["Failed to load plugin kvoffload"]
+    assert len(ours) > 20
+    (found,) = findings_of(with_ready_pod(ready_at="2026-11-29T17:30:00Z"))
+    grep = re.search(r"\| (grep -E '[^']+')", found.remedy)
+    assert grep is not None
+    log = "".join(f"INFO {line}\n" for line in ours)
+    done = subprocess.run(["bash", "-c", grep[1]], input=log + OTHERS_LINES, capture_output=True, text=True, check=True)
+    assert done.stdout == log
