@@ -8,6 +8,9 @@ from enum import StrEnum
 from kvoffload.api.pool import KVOffloadPool
 from kvoffload.api.region import KVOffloadRegion, RegionEngine
 
+PASSING_WAITS = ("ContainerCreating", "PodInitializing")
+"""What a container waits for that comes by itself."""
+
 
 class Part(StrEnum):
     """What is read of a cluster, one collection or kind each. Checks over a part that was not read are silent."""
@@ -132,6 +135,10 @@ class Workload:
     num_desired: int
     num_ready: int
     release: str = ""
+    is_rolling_out: bool = False
+    """Whether pods of its newest template are still to come, or not available yet."""
+    failures: tuple[str, ...] = ()
+    """What keeps its pods from running, one sentence each: of a pod that waits, or of the Deployment itself."""
 
 
 @dataclass(frozen=True, slots=True)

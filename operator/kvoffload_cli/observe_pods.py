@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from kvoffload.api import keys
-from kvoffload_cli.facts import DaemonPod, OptedInPod
+from kvoffload_cli.facts import PASSING_WAITS, DaemonPod, OptedInPod
 from kvoffload_cli.observe_release import has_condition
 
 Manifest = Mapping[str, Any]
@@ -72,6 +72,29 @@ def waiting_reasons(pod: Manifest) -> str:
     )
 
 
+def not_scheduled(pod: Manifest) -> str:
+    """Why the pod has no node, in the scheduler's words; empty where it has one, or is about to."""
+    return next(
+        (
+            f"not scheduled: {one.get('message', one.get('reason', ''))}"
+            for one in pod.get("status", {}).get("conditions", [])
+            if one["type"] == "PodScheduled" and one["status"] == "False"
+        ),
+        "",
+    )
+
+
+def waits_in_vain(pod: Manifest) -> str:
+    """What the pod waits for that will not come by itself, in the words of scheduler or kubelet; empty if nothing."""
+    waits = [
+        (container["name"], container["state"]["waiting"])
+        for container in _container_statuses(pod)
+        if container.get("state", {}).get("waiting", {}).get("reason", PASSING_WAITS[0]) not in PASSING_WAITS
+    ]
+    said = [": ".join(filter(None, (f"{name} {wait['reason']}", wait.get("message")))) for name, wait in waits]
+    return not_scheduled(pod) or "; ".join(said)
+
+
 def _container_statuses(pod: Manifest) -> Iterable[Manifest]:
     status = pod.get("status", {})
     return (*status.get("initContainerStatuses", []), *status.get("containerStatuses", []))
@@ -106,14 +129,6 @@ def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
     """A pod of ours on a node."""
     status = pod.get("status", {})
     containers = status.get("containerStatuses", [])
-    unscheduled = next(
-        (
-            f"not scheduled: {one.get('message', one.get('reason', ''))}"
-            for one in status.get("conditions", [])
-            if one["type"] == "PodScheduled" and one["status"] == "False"
-        ),
-        "",
-    )
     return DaemonPod(
         namespace=pod["metadata"]["namespace"],
         name=pod["metadata"]["name"],
@@ -122,7 +137,7 @@ def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
         phase=status.get("phase", "Pending"),
         is_ready=has_condition(status, "Ready"),
         num_restarts=sum(container.get("restartCount", 0) for container in containers),
-        waiting=unscheduled or waiting_reasons(pod),
+        waiting=not_scheduled(pod) or waiting_reasons(pod),
         is_deleting="deletionTimestamp" in pod["metadata"],
         created_at=timestamp(pod["metadata"]["creationTimestamp"]),
         mount_failure="" if has_condition(status, "Ready") else mount_failure,

@@ -11,7 +11,7 @@ from e2e.control_plane import render_rules
 from e2e.user_tools import ToolOutputs, plugin_environment, run_plugin
 from hack.cache import REPOSITORY
 from hack.console import wait_until
-from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool
+from hack.demo.installation import CHART, DAEMON_SELECTOR, NAMESPACE, RELEASE, create_pool, delete_pool, install_chart
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import running_prometheus
 from hack.demo.run import POOL, Stage
@@ -224,6 +224,48 @@ def test_doctor_finds_that_pod_security_refuses_the_daemons_and_its_remedy_helps
         "doctor to find nothing any more",
         lambda: findings() == [],
         timeout_seconds=90,
+        explain=lambda: json.dumps(findings(), indent=1),
+    )
+
+
+@pytest.fixture
+def stuck_upgrade(release: Stage) -> Iterator[Kubernetes]:
+    """The chart upgraded to an operator image that no node has, as helm reports success of without `--wait`."""
+    kubernetes = release.kubernetes
+    values = ("--reuse-values", "--set=image.operator.tag=mistyped")
+    try:
+        kubernetes.helm("upgrade", RELEASE, CHART, f"--namespace={NAMESPACE}", *values)
+        yield kubernetes
+    finally:
+        install_chart(kubernetes, release.images)
+
+
+def test_doctor_names_an_upgrade_whose_image_is_missing_and_its_way_back_is_one(stuck_upgrade: Kubernetes) -> None:
+    def findings() -> list[dict[str, str]]:
+        return list(run_plugin(stuck_upgrade, "doctor", "-o", "json").document["findings"])
+
+    names = {f"deployment/{NAMESPACE}/{RELEASE}-{name}" for name in ("operator", "webhook-0", "webhook-1")}
+
+    def are_all_stuck() -> bool:
+        stuck = [one for one in findings() if one["check"] == "rollout_is_unfinished" and one["severity"] == "error"]
+        return {one["subject"] for one in stuck} == names
+
+    wait_until(
+        "doctor to find all three",
+        are_all_stuck,
+        timeout_seconds=60,
+        explain=lambda: json.dumps(findings(), indent=1),
+    )
+    for found in findings():
+        assert "the old pods still serve: pod kvoffload-" in found["message"]
+        assert "ErrImageNeverPull" in found["message"]
+        assert ":mistyped" in found["message"]
+    back = found["remedy"].rpartition("go back: ")[2]
+    subprocess.run(["bash", "-euc", back], env=plugin_environment(stuck_upgrade), capture_output=True, check=True)
+    wait_until(
+        "doctor to find nothing any more",
+        lambda: findings() == [],
+        timeout_seconds=60,
         explain=lambda: json.dumps(findings(), indent=1),
     )
 

@@ -13,11 +13,10 @@ from datetime import timedelta
 from kvoffload.api.conditions import RegionCondition, RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPool, Mode
 from kvoffload.api.region import KVOffloadRegion
-from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts
+from kvoffload_cli.facts import PASSING_WAITS, ClusterFacts, DaemonPod, NodeFacts
 
 STARTING = timedelta(minutes=2)
 """How long the pod of a daemon may take to be ready: its image is pulled, its pages are reserved."""
-PASSING_WAITS = ("ContainerCreating", "PodInitializing")
 PASSING_REASONS = (
     RegionReason.DRAINING,
     RegionReason.STARTING,

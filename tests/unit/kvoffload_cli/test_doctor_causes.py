@@ -339,3 +339,88 @@ def test_the_log_command_of_the_remedy_shows_our_lines_and_no_paths() -> None:
     log = "".join(f"INFO {line}\n" for line in ours)
     done = subprocess.run(["bash", "-c", grep[1]], input=log + OTHERS_LINES, capture_output=True, text=True, check=True)
     assert done.stdout == log
+
+
+def upgraded(component: str, *, ready: int = 1, **status: Any) -> dict[str, Any]:
+    """The healthy cluster after a `helm upgrade` that asked another Deployment, whose new pod is not there yet."""
+    new = deployment(component, ready=ready)
+    new["status"] |= {"unavailableReplicas": 1, **status}
+    kept = [one for one in healthy()["/apis/apps/v1/deployments"] if one["metadata"]["name"] != new["metadata"]["name"]]
+    return healthy() | {"/apis/apps/v1/deployments": [*kept, new]}
+
+
+def pod_of(component: str, **status: Any) -> Object:
+    labels = deployment(component)["spec"]["selector"]["matchLabels"]
+    return pod("new-pod", namespace=SYSTEM, labels=labels, ready=False, injected=False, **status)
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+    return {"containerStatuses": [{"name": "c", "restartCount": 0, "state": state}]}
+
+
+NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes are available"}
+BACK = f"; or, after an upgrade, go back: helm rollback kvoffload -n {SYSTEM} --wait"
+
+
+@pytest.mark.parametrize("component", ["operator", "webhook"])
+@pytest.mark.parametrize(
+    ("status", "said", "remedy"),
+    [
+        (waiting("ErrImageNeverPull", "no image x:nope"), "c ErrImageNeverPull: no image x:nope", "push that image"),
+        (waiting("ImagePullBackOff"), "c ImagePullBackOff", "push that image"),
+        (waiting("InvalidImageName"), "c InvalidImageName", "push that image"),
+        (waiting("CrashLoopBackOff"), "c CrashLoopBackOff", f"kubectl -n {SYSTEM} logs new-pod --previous"),
+        (waiting("CreateContainerConfigError"), "c Create", f"kubectl -n {SYSTEM} describe pod new-pod"),
+        ({"conditions": [NO_NODE]}, "not scheduled: 0/2 nodes", f"kubectl -n {SYSTEM} describe pod new-pod"),
+    ],
+)
+def test_new_pods_of_operator_or_webhook_that_do_not_run_are_one_error(
+    component: str, status: dict[str, Any], said: str, remedy: str
+) -> None:
+    objects = upgraded(component)
+    objects["/api/v1/pods"].append(pod_of(component, **status))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.ERROR, "rollout_is_unfinished")
+    assert found.subject.startswith(f"deployment/{SYSTEM}/kvoffload-{component}")
+    assert found.message.startswith(f"its new pods do not run, the old pods still serve: pod new-pod: {said}")
+    assert found.remedy.startswith(remedy)
+    assert found.remedy.endswith(BACK)
+
+
+def test_an_image_that_is_not_there_is_said_where_no_old_pod_serves_too() -> None:
+    objects = upgraded("operator", ready=0)
+    objects["/api/v1/pods"].append(pod_of("operator", **waiting("ErrImagePull", "no image x:nope")))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.ERROR, "release_is_incomplete")
+    assert found.message.endswith("pools are not reconciled (pod new-pod: c ErrImagePull: no image x:nope)")
+    assert found.remedy.startswith("push that image")
+
+
+@pytest.mark.parametrize("words", ["ReplicaFailure", "Progressing"])
+def test_a_deployment_that_gives_up_is_an_error_in_its_own_words(words: str) -> None:
+    given_up = {"type": words, "status": "True" if words == "ReplicaFailure" else "False", "message": "why"}
+    (found,) = findings_of(upgraded("operator", conditions=[given_up]))
+    assert (found.severity, found.check) == (Severity.ERROR, "rollout_is_unfinished")
+    assert f"{words} is {given_up['status']}: why" in found.message
+    assert found.remedy == f"kubectl -n {SYSTEM} describe deployment kvoffload-operator{BACK}"
+
+
+@pytest.mark.parametrize(
+    "status",
+    [{}, {"unavailableReplicas": 0, "updatedReplicas": 0}, {"unavailableReplicas": 0, "observedGeneration": 0}],
+)
+def test_a_rollout_of_the_operator_that_goes_on_is_a_warning(status: dict[str, Any]) -> None:
+    objects = upgraded("operator", **status)
+    objects["/api/v1/pods"].append(pod_of("operator", **waiting("ContainerCreating")))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.WARNING, "rollout_is_unfinished")
+    assert found.message == "a rollout is under way, the old pods still serve"
+
+
+def test_a_pod_that_ends_is_no_new_pod_that_fails() -> None:
+    objects = healthy()
+    ending = pod_of("operator", **waiting("CrashLoopBackOff"))
+    ending["metadata"]["deletionTimestamp"] = "2026-11-29T18:00:30Z"
+    objects["/api/v1/pods"].append(ending)
+    assert findings_of(objects) == []
