@@ -19,7 +19,7 @@ from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_pod
 from kvoffload_cli.options import Context, Kubeconfig, Output
 from kvoffload_cli.output import OutputFormat, labelled, make_console, print_json, show_bytes
-from kvoffload_cli.remedies import SKIP_REMEDIES, remedy_of_missed, why_missed
+from kvoffload_cli.remedies import SKIP_REMEDIES, why_not_asked
 from kvoffload_cli.status import condition_text
 
 app = typer.Typer(help="Explain one object.", no_args_is_help=True)
@@ -83,7 +83,7 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
     answers = [
         _about_pod(pod),
         Explanation("Pool", tuple(_about_pool(facts, pod, pool))),
-        Explanation("Injected", tuple(_about_injection(pod))),
+        Explanation("Injected", tuple(_about_injection(facts, pod))),
     ]
     if not pod.injected_version:
         return answers
@@ -114,7 +114,7 @@ def _explain_without_pools(facts: ClusterFacts, pod: OptedInPod) -> list[Explana
     return [
         _about_pod(pod),
         Explanation("Pool", (pod.pool,)),
-        Explanation("Injected", tuple(_about_injection(pod))),
+        Explanation("Injected", tuple(_about_injection(facts, pod))),
         *([Explanation("Layout", tuple(_about_layout(pod, ())))] if pod.injected_version else []),
         Explanation("Not read", (*facts.unreadable, ask)),
     ]
@@ -142,7 +142,7 @@ def _about_pool(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool | None
         yield f"on node {pod.node}: no region; the pool's nodeSelector does not match the node"
 
 
-def _about_injection(pod: OptedInPod) -> Iterator[str]:
+def _about_injection(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
     if pod.injected_version:
         yield f"yes, by version {pod.injected_version}"
         if not pod.has_volume:
@@ -153,8 +153,9 @@ def _about_injection(pod: OptedInPod) -> Iterator[str]:
     elif pod.skip_reason:
         yield f"no: {pod.skip_reason} (a reason that this version of the plugin does not know)"
     else:
-        yield f"no: {why_missed(pod)}"
-        yield remedy_of_missed(pod)
+        why, remedy = why_not_asked(facts, pod)
+        yield f"no: {why}"
+        yield remedy
 
 
 def _about_attachment(facts: ClusterFacts, pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:

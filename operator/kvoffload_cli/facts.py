@@ -190,6 +190,8 @@ class ClusterFacts:
     """Whether the API server asked the webhook about a pod that is not stored; None where that was not tried."""
     crds: tuple[CRDFacts, ...] = ()
     pods: tuple[OptedInPod, ...] = ()
+    release_namespaces: frozenset[str] = frozenset()
+    """Namespaces of the chart's releases, as far as they were looked for."""
     unreadable: tuple[str, ...] = ()
     """What could not be read, by RBAC or by a failure, one sentence each."""
     unread: frozenset[Part] = frozenset()

@@ -33,7 +33,7 @@ from kvoffload_cli.observe_release import (
     serving_certificate,
     webhook_facts,
 )
-from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS, does_operator_run, find_viewer_role
+from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS, does_operator_run, find_viewer_role, has_operator
 
 _T = TypeVar("_T", KVOffloadPool, KVOffloadRegion)
 
@@ -173,7 +173,13 @@ def observe_pod(reader: Reader, *, namespace: str, name: str, now: datetime) -> 
     found = reader.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
     if found is None or not labels_of(found).get(keys.POOL_LABEL):
         raise InvalidSpec(explain_absence(reader, found, namespace=namespace, name=name))
-    return replace(observe_pools(reader, now=now), pods=(opted_in_pod(found),))
+    pod = opted_in_pod(found)
+    is_missed = not pod.injected_version and not pod.skip_reason
+    return replace(
+        observe_pools(reader, now=now),
+        pods=(pod,),
+        release_namespaces=frozenset({namespace} if is_missed and has_operator(reader, namespace) else ()),
+    )
 
 
 def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True) -> ClusterFacts:
@@ -207,6 +213,7 @@ def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True
         webhook_answers=probe_webhook(seen) if workloads or webhooks else None,
         crds=tuple(observe_crds(seen)),
         pods=tuple(opted_in_pod(pod) for pod in pods if labels_of(pod).get(keys.POOL_LABEL)),
+        release_namespaces=frozenset(one.namespace for one in workloads),
         unreadable=tuple(seen.unreadable),
         unread=frozenset(seen.unread),
         viewer_role=seen.viewer_role(),

@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from kvoffload.api import keys
+from kvoffload.api.opt_in import came_label_late
 from kvoffload_cli.facts import PASSING_WAITS, DaemonPod, OptedInPod
 from kvoffload_cli.observe_release import has_condition
 
@@ -19,25 +20,6 @@ def timestamp(text: str) -> datetime:
 def labels_of(manifest: Manifest) -> Mapping[str, str]:
     """Labels, empty where there are none."""
     return manifest["metadata"].get("labels") or {}
-
-
-def came_label_late(pod: Manifest) -> bool | None:
-    """Whether the opt-in label came after the pod was created; None where the managed fields do not tell.
-
-    Who creates a pod manages its containers too. A label that only others manage is theirs, so it came later.
-    """
-    metadata = pod["metadata"]
-    owners = [
-        entry
-        for entry in metadata.get("managedFields", [])
-        if f"f:{keys.POOL_LABEL}" in entry.get("fieldsV1", {}).get("f:metadata", {}).get("f:labels", {})
-    ]
-    creators = [entry for entry in owners if "f:containers" in entry["fieldsV1"].get("f:spec", {})]
-    if owners and not creators:
-        return True
-    if any(entry.get("time") == metadata.get("creationTimestamp") for entry in creators):
-        return False
-    return None
 
 
 def count_restarts(pod: Manifest) -> int:

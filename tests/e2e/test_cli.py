@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.control_plane import render_rules
+from e2e.light_pod import is_injected, light_pod
 from e2e.user_tools import ToolOutputs, plugin_environment, run_plugin
 from hack.cache import REPOSITORY
 from hack.console import wait_until
@@ -226,6 +227,40 @@ def test_doctor_finds_that_pod_security_refuses_the_daemons_and_its_remedy_helps
         timeout_seconds=90,
         explain=lambda: json.dumps(findings(), indent=1),
     )
+
+
+ALONE = REFUSED.replace("name: refused", "name: alone")
+
+
+@pytest.fixture
+def alone(release: Stage) -> Iterator[Kubernetes]:
+    """A pool that serves, and an injected pod that is ready and has no engine, as where the plugin was not imported."""
+    kubernetes = release.kubernetes
+    annotations = {"kvoffload.io/container": "main"}
+    try:
+        create_pool(kubernetes, ALONE, name="alone")
+        kubernetes.apply(light_pod("alone", pool="alone", image=release.images.python, annotations=annotations))
+        pod = kubernetes.wait_ready_pod(namespace="demo", selector="app=alone", timeout_seconds=60)
+        assert is_injected(pod)
+        yield kubernetes
+    finally:
+        kubernetes.delete("pod", "alone", namespace="demo")
+        delete_pool(kubernetes, name="alone")
+
+
+def test_doctor_names_a_ready_pod_without_an_engine_at_once_and_its_command_shows_that_nothing_was_said(
+    alone: Kubernetes,
+) -> None:
+    (found,) = run_plugin(alone, "doctor", "-o", "json").document["findings"]
+    assert (found["check"], found["severity"], found["subject"]) == (
+        *("pod_is_not_attached", "warning"),
+        "pod/demo/alone",
+    )
+    command = ["bash", "-uc", found["remedy"]]
+    done = subprocess.run(command, env=plugin_environment(alone), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", ""), "grep finds no line of the plugin"
+    answer = run_plugin(alone, "explain", "pod", "demo/alone", "-o", "json").document["attached"]
+    assert answer == [f"no: {found['message']}", found["remedy"]]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from kvoffload_cli.attachment import find_unattached
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
-from kvoffload_cli.remedies import SKIP_REMEDIES, remedy_of_missed, why_missed
+from kvoffload_cli.remedies import SKIP_REMEDIES, why_not_asked
 
 
 def pod_is_not_injected(facts: ClusterFacts) -> Found:
@@ -21,7 +21,8 @@ def pod_is_not_injected(facts: ClusterFacts) -> Found:
             remedy = known.get(pod.skip_reason, f"kubectl kvoffload explain pod {pod.namespace}/{pod.name}")
             yield Severity.WARNING, subject, f"not injected: {pod.skip_reason}", remedy
         elif not pod.injected_version:
-            yield Severity.ERROR, subject, f"labelled, and not injected: {why_missed(pod)}", remedy_of_missed(pod)
+            why, remedy = why_not_asked(facts, pod)
+            yield Severity.ERROR, subject, f"labelled, and not injected: {why}", remedy
 
 
 def pod_is_not_attached(facts: ClusterFacts) -> Found:

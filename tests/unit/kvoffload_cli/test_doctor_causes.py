@@ -279,6 +279,16 @@ def test_what_helm_must_install_has_its_namespace() -> None:
     assert found_half.remedy == "helm upgrade kv charts/kvoffload -n serving"
 
 
+@pytest.mark.parametrize("namespace", ["kube-system", SYSTEM])
+def test_a_labelled_pod_where_the_webhook_is_never_asked_is_no_fault_of_the_webhook(namespace: str) -> None:
+    objects = healthy()
+    objects["/api/v1/pods"].append(pod("missed", injected=False, namespace=namespace))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.ERROR, "pod_is_not_injected")
+    assert f"never asked about pods of namespace {namespace}" in found.message
+    assert found.remedy == "run the pod in another namespace, or take the label off"
+
+
 def with_ready_pod(*, ready_at: str, serves_since: str = "2026-11-29T17:00:00Z", **pod_more: Any) -> dict[str, Any]:
     """A healthy cluster with a third pod that no engine speaks for."""
     objects = healthy()
