@@ -31,6 +31,11 @@ def needs_pages(pool: KVOffloadPool) -> bool:
     return pool.spec.fallback is not Fallback.SHARED_MEMORY and pool.spec.mode is Mode.ACTIVE
 
 
+def holds_pages(pool: KVOffloadPool) -> bool:
+    """Whether the pool's daemons have huge pages, or would: a paused one keeps them, one that observes has none."""
+    return pool.spec.fallback is not Fallback.SHARED_MEMORY and pool.spec.mode is not Mode.OBSERVE
+
+
 def taken_bytes(pool: KVOffloadPool, node: NodeFacts) -> int:
     """Bytes of the pool's page size that others have on the node, 0 where the pool's own daemon has its share."""
     pages = node.pages.get(pool.spec.page_size.value)

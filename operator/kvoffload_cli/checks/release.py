@@ -95,7 +95,8 @@ def install_command(facts: ClusterFacts) -> str:
     found = next((one for one in facts.workloads if one.release), None)
     if found is not None:
         return f"helm upgrade {found.release} charts/kvoffload -n {found.namespace}"
-    return "helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace"
+    command = "helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace"
+    return f"{command}, with the images and the namespace's label as docs/install.md (Install the chart) has them"
 
 
 def webhook_is_not_trusted(facts: ClusterFacts) -> Found:

@@ -190,6 +190,17 @@ def test_two_pools_that_fit_together_are_fine() -> None:
     assert "pools_overlap" not in {finding.check for finding in findings_of(objects)}
 
 
+@pytest.mark.parametrize("without", [{"mode": "Observe"}, {"fallback": "SharedMemory"}])
+def test_a_pool_that_takes_no_huge_pages_overlaps_none(without: dict[str, str]) -> None:
+    objects = healthy()
+    status = objects[POOLS][0]["status"]  # type: ignore[index]
+    first = pool("llm", capacity="64Gi", status=status)
+    objects[POOLS] = [first, pool("second", capacity="32Gi", status=status)]
+    assert "pools_overlap" in {finding.check for finding in findings_of(objects)}
+    objects[POOLS] = [first, pool("second", capacity="32Gi", status=status, **without)]
+    assert "pools_overlap" not in {finding.check for finding in findings_of(objects)}
+
+
 def test_a_deployment_scaled_to_nothing_is_an_error_with_the_scale_command() -> None:
     objects = healthy()
     nothing = deployment("webhook", ready=0)

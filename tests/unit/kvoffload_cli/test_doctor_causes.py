@@ -273,7 +273,10 @@ def test_two_releases_are_named() -> None:
 def test_what_helm_must_install_has_its_namespace() -> None:
     found = findings_of(healthy() | {"/apis/apps/v1/deployments": []})
     remedies = {one.remedy for one in found if one.check == "release_is_incomplete"}
-    assert remedies == {"helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace"}
+    (remedy,) = remedies
+    assert remedy.startswith("helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace, with the")
+    assert "docs/install.md (Install the chart)" in remedy
+    assert "\n## Install the chart\n" in (REPOSITORY / "docs" / "install.md").read_text()
     half = [deployment("webhook", release="kv", namespace="serving")]
     (found_half, *_) = findings_of(healthy() | {"/apis/apps/v1/deployments": half})
     assert found_half.remedy == "helm upgrade kv charts/kvoffload -n serving"
