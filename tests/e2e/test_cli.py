@@ -361,6 +361,11 @@ def test_kubectl_completes_the_plugin(release) -> None:
     assert done.output.splitlines() == ["plan", ":4"]
 
 
+def test_kubectl_completes_a_labelled_pod(alone: Kubernetes) -> None:
+    done = run_plugin(alone, "explain", "pod", "demo/al", program="__complete")
+    assert done.output.splitlines() == ["demo/alone", ":4"]
+
+
 def test_explain_says_why_a_pod_is_not_injected(troubled: Kubernetes) -> None:
     answer = run_plugin(troubled, "explain", "pod", "demo/stray", "-o", "json").document
     assert answer["injected"][0] == "no: PoolNotFound"
