@@ -115,7 +115,7 @@ def test_unknown_model_says_what_to_give() -> None:
     ("arguments", "message"),
     [
         (["--quota", "a=1:0"], "needed guaranteed <= limit <= capacity"),
-        (["--quota", "a=3Gi", "--quota", "b=2Gi"], "spec.quotas: 5368709120 bytes are guaranteed in all"),
+        (["--quota", "a=3Gi", "--quota", "b=2Gi"], "spec.quotas: 5Gi are guaranteed in all, the capacity is 4Gi"),
         (["--quota", "a=1Gi", "--quota", "a=1Gi"], "spec.quotas[1].namespace: a has a quota already"),
         (["--quota", f"{'n' * 64}=1Gi"], "spec.quotas.0.namespace: String should have at most 63 characters"),
         (["--quota", "Team A: {=1Gi"], "spec.quotas.0.namespace: String should match pattern"),
