@@ -29,8 +29,11 @@ def build_cli_page() -> str:
         HEADER,
         "# kubectl plugin",
         "Install it from a clone: `pipx install '.[cli]'`, or pip in a virtual environment. kubectl finds "
-        "`kubectl-kvoffload` on the PATH as `kubectl kvoffload`, and `kubectl_complete-kvoffload` completes it in a "
-        "shell that completes kubectl.",
+        "`kubectl-kvoffload` on the PATH as `kubectl kvoffload`.",
+        "Completion, in the shell or its start-up file (zsh, fish and powershell as well); kubectl then asks "
+        "`kubectl_complete-kvoffload`, which stands beside the plugin, for commands, options, models, pools and "
+        "labelled pods:",
+        "```sh\nsource <(kubectl completion bash)\n```",
         "Exit status: 0 all is well, 1 `doctor` found an error, `status` or `report` could not read everything, 2 the "
         "command could not do its work.",
     ]

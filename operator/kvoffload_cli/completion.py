@@ -4,14 +4,19 @@ kubectl gives the words after the plugin's name, the last one as far as it is ty
 the end `:` and cobra's directive. (Without kubectl: `kubectl-kvoffload --install-completion`, by typer.)
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
 
+from kvoffload.api import keys
+from kvoffload.errors import KVOffloadError
 from kvoffload_cli.__main__ import app
+from kvoffload_cli.kube import ClusterReader, Reader
 from kvoffload_cli.models import packaged_models
+from kvoffload_cli.observe import POOLS
 from kvoffload_cli.output import OutputFormat
 from kvoffload_cli.sizing import PAGE_BYTES
 
@@ -25,6 +30,14 @@ VALUES: dict[str, Callable[[], list[str]]] = {
 }
 """Proposals for the values of options, by the parameter's name; where there are none the shell proposes files."""
 
+ARGUMENTS: dict[tuple[str, str], Callable[[Reader, str, str], list[str]]] = {
+    ("status", "pool"): lambda reader, _namespace, _current: name_pools(reader),
+    ("pod", "name"): lambda reader, namespace, current: name_labelled_pods(reader, namespace, current),
+}
+"""Proposals out of the cluster for arguments, by the command's and the parameter's name."""
+PATIENCE_SECONDS = 3.0
+"""How long a shell waits for the cluster when Tab is pressed."""
+
 
 def main() -> None:
     """Print the proposals for the words on the command line."""
@@ -33,7 +46,7 @@ def main() -> None:
 
 
 def complete(words: Sequence[str]) -> tuple[list[str], int]:
-    """Proposals that begin with the last word: commands, option names, or values of the option before it."""
+    """Proposals that begin with the last word: commands, option names, values of the option before it, or arguments."""
     command: Any = typer.main.get_command(app)
     *typed, current = words or [""]
     for word in typed:
@@ -45,4 +58,37 @@ def complete(words: Sequence[str]) -> tuple[list[str], int]:
     if current.startswith("-"):
         names = sorted(name for one in command.params for name in one.opts if name.startswith("--"))
         return [name for name in names if name.startswith(current)], NO_FILES
-    return [name for name in getattr(command, "commands", {}) if name.startswith(current)], NO_FILES
+    names = [*getattr(command, "commands", {}), *propose_arguments(command, typed, current)]
+    return [name for name in names if name.startswith(current)], NO_FILES
+
+
+def propose_arguments(command: Any, typed: Sequence[str], current: str) -> list[str]:
+    """What the cluster has for the command's argument; nothing where it does not answer, or not this user."""
+    propose = next((ARGUMENTS[key] for one in command.params if (key := (command.name, one.name)) in ARGUMENTS), None)
+    if propose is None:
+        return []
+    given = {
+        one.name: value
+        for one in command.params
+        for name, value in itertools.pairwise(typed)
+        if name in one.opts and one.name in ("kubeconfig", "context", "namespace")
+    }
+    namespace = given.pop("namespace", "")
+    try:
+        reader = ClusterReader(**given, timeout_seconds=PATIENCE_SECONDS)
+        return propose(reader, namespace or reader.namespace, current)
+    except KVOffloadError:
+        return []
+
+
+def name_pools(reader: Reader) -> list[str]:
+    """Names of the pools."""
+    return sorted(one["metadata"]["name"] for one in reader.list_objects(POOLS))
+
+
+def name_labelled_pods(reader: Reader, namespace: str, current: str) -> list[str]:
+    """Labelled pods: of the namespace that is typed already as NAMESPACE/NAME, otherwise of this one by NAME."""
+    typed, slash, _ = current.partition("/")
+    path = f"/api/v1/namespaces/{typed if slash else namespace}/pods"
+    names = sorted(one["metadata"]["name"] for one in reader.list_objects(path, labels=keys.POOL_LABEL))
+    return [f"{typed}/{name}" for name in names] if slash else names

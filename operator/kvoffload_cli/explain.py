@@ -11,14 +11,15 @@ from rich.console import Console
 from kvoffload.api import keys
 from kvoffload.api.keys import SkipReason
 from kvoffload.api.pool import KVOffloadPool, Sharing
-from kvoffload.api.region import RegionEngine
+from kvoffload.api.region import MAX_ENGINES, RegionEngine
 from kvoffload.errors import InvalidSpec
+from kvoffload_cli.attachment import find_unattached, plugin_log
 from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_pod
 from kvoffload_cli.options import Context, Kubeconfig, Output
 from kvoffload_cli.output import OutputFormat, labelled, make_console, print_json, show_bytes
-from kvoffload_cli.remedies import SKIP_REMEDIES, remedy_of_missed, why_missed
+from kvoffload_cli.remedies import SKIP_REMEDIES, why_not_asked
 from kvoffload_cli.status import condition_text
 
 app = typer.Typer(help="Explain one object.", no_args_is_help=True)
@@ -82,11 +83,11 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
     answers = [
         _about_pod(pod),
         Explanation("Pool", tuple(_about_pool(facts, pod, pool))),
-        Explanation("Injected", tuple(_about_injection(pod))),
+        Explanation("Injected", tuple(_about_injection(facts, pod))),
     ]
     if not pod.injected_version:
         return answers
-    answers.append(Explanation("Attached", tuple(_about_attachment(pod, engines))))
+    answers.append(Explanation("Attached", tuple(_about_attachment(facts, pod, engines))))
     answers.append(Explanation("Layout", tuple(_about_layout(pod, engines))))
     engines = tuple(engine for engine in engines if not declined_offload(engine))
     if pool is not None and engines:
@@ -113,7 +114,7 @@ def _explain_without_pools(facts: ClusterFacts, pod: OptedInPod) -> list[Explana
     return [
         _about_pod(pod),
         Explanation("Pool", (pod.pool,)),
-        Explanation("Injected", tuple(_about_injection(pod))),
+        Explanation("Injected", tuple(_about_injection(facts, pod))),
         *([Explanation("Layout", tuple(_about_layout(pod, ())))] if pod.injected_version else []),
         Explanation("Not read", (*facts.unreadable, ask)),
     ]
@@ -141,7 +142,7 @@ def _about_pool(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool | None
         yield f"on node {pod.node}: no region; the pool's nodeSelector does not match the node"
 
 
-def _about_injection(pod: OptedInPod) -> Iterator[str]:
+def _about_injection(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
     if pod.injected_version:
         yield f"yes, by version {pod.injected_version}"
         if not pod.has_volume:
@@ -152,11 +153,12 @@ def _about_injection(pod: OptedInPod) -> Iterator[str]:
     elif pod.skip_reason:
         yield f"no: {pod.skip_reason} (a reason that this version of the plugin does not know)"
     else:
-        yield f"no: {why_missed(pod)}"
-        yield remedy_of_missed(pod)
+        why, remedy = why_not_asked(facts, pod)
+        yield f"no: {why}"
+        yield remedy
 
 
-def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
+def _about_attachment(facts: ClusterFacts, pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
     for engine in engines:
         if declined_offload(engine):
             yield f"no: the engine serves without offload: {engine.message or 'no reason given'}"
@@ -169,8 +171,20 @@ def _about_attachment(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Ite
     elif not engines and pod.ready_since is None:
         yield "not yet: an engine attaches when it has loaded its weights"
     elif not engines:
+        yield from _about_no_engine(facts, pod)
+
+
+def _about_no_engine(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
+    region, found = facts.region(pool=pod.pool, node=pod.node), find_unattached(facts, pod)
+    if found is not None:
+        yield f"no: {found.message}"
+        yield found.remedy
+    elif region is not None and region.status.engines_attached > MAX_ENGINES:
+        yield f"not to be told: the region names {MAX_ENGINES} of its {region.status.engines_attached} engines"
+        yield plugin_log(pod)
+    else:
         yield "no: the pod serves without offload"
-        yield f"kubectl -n {pod.namespace} logs {pod.name} | grep -i kvoffload   # the plugin says in one line why"
+        yield "an engine attaches by itself once the region on its node serves"
 
 
 def _about_restarts(pod: OptedInPod) -> Iterator[str]:

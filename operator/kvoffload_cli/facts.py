@@ -8,6 +8,9 @@ from enum import StrEnum
 from kvoffload.api.pool import KVOffloadPool
 from kvoffload.api.region import KVOffloadRegion, RegionEngine
 
+PASSING_WAITS = ("ContainerCreating", "PodInitializing")
+"""What a container waits for that comes by itself."""
+
 
 class Part(StrEnum):
     """What is read of a cluster, one collection or kind each. Checks over a part that was not read are silent."""
@@ -70,6 +73,8 @@ class OptedInPod:
     skip_reason: str
     predicted_layout: str
     has_volume: bool
+    has_readiness_probe: bool = True
+    """Whether Ready means that its server answers, and not only that it runs."""
     label_is_late: bool | None = None
     """Whether the label came after the pod was created; None where that cannot be told."""
     num_restarts: int = 0
@@ -130,6 +135,10 @@ class Workload:
     num_desired: int
     num_ready: int
     release: str = ""
+    is_rolling_out: bool = False
+    """Whether pods of its newest template are still to come, or not available yet."""
+    failures: tuple[str, ...] = ()
+    """What keeps its pods from running, one sentence each: of a pod that waits, or of the Deployment itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +190,8 @@ class ClusterFacts:
     """Whether the API server asked the webhook about a pod that is not stored; None where that was not tried."""
     crds: tuple[CRDFacts, ...] = ()
     pods: tuple[OptedInPod, ...] = ()
+    release_namespaces: frozenset[str] = frozenset()
+    """Namespaces of the chart's releases, as far as they were looked for."""
     unreadable: tuple[str, ...] = ()
     """What could not be read, by RBAC or by a failure, one sentence each."""
     unread: frozenset[Part] = frozenset()

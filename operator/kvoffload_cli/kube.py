@@ -48,7 +48,10 @@ class Reader(Protocol):
 class ClusterReader:
     """Reads through the user's own kubeconfig, as kubectl would."""
 
-    def __init__(self, *, kubeconfig: str | None = None, context: str | None = None) -> None:
+    def __init__(
+        self, *, kubeconfig: str | None = None, context: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        self._timeout_seconds = timeout_seconds
         try:
             self._client: client.ApiClient = config.new_client_from_config(config_file=kubeconfig, context=context)
             contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
@@ -103,7 +106,7 @@ class ClusterReader:
             auth_settings=["BearerToken"],
         )
         try:
-            response = self._client.call_api(*request, _request_timeout=TIMEOUT_SECONDS)
+            response = self._client.call_api(*request, _request_timeout=self._timeout_seconds)
             text = str(response.read().decode("utf-8", "replace"))
         except (ApiException, urllib3.exceptions.HTTPError) as error:
             where = self._client.configuration.host

@@ -38,6 +38,8 @@ def read_config(name: str, *, hub_cache: Path | None = None) -> tuple[Mapping[st
     packaged = PACKAGED / f"{name.replace('/', '--')}.json"
     if packaged.is_file():
         return _parse(packaged.read_bytes(), name), "packaged with kvoffload"
+    if Path(name).is_dir():
+        raise InvalidSpec(f"{name} has no config.json; give the folder of a model, or the path of its config.json")
     raise InvalidSpec(
         f"model {name!r}: no such file or folder, not in the local Hugging Face cache, and not packaged "
         f"({', '.join(packaged_models())}); give the path of its config.json"

@@ -23,7 +23,7 @@ from kvoffload_cli.facts import (
 from kvoffload_cli.kube import Denied, Reader, ReadFailed
 from kvoffload_cli.observe_absence import explain_absence
 from kvoffload_cli.observe_nodes import observe_nodes
-from kvoffload_cli.observe_pods import daemon_pod, labels_of, opted_in_pod, timestamp
+from kvoffload_cli.observe_pods import daemon_pod, labels_of, opted_in_pod, timestamp, waits_in_vain
 from kvoffload_cli.observe_release import (
     Manifest,
     certificate_facts,
@@ -33,7 +33,7 @@ from kvoffload_cli.observe_release import (
     serving_certificate,
     webhook_facts,
 )
-from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS, does_operator_run, find_viewer_role
+from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS, does_operator_run, find_viewer_role, has_operator
 
 _T = TypeVar("_T", KVOffloadPool, KVOffloadRegion)
 
@@ -62,6 +62,8 @@ PROBE = {
     },
 }
 """A pod that Pod Security `restricted` takes, for a pool that there is not: the webhook's answer is a skip reason."""
+GIVEN_UP = (("ReplicaFailure", "True"), ("Progressing", "False"))
+"""Conditions by which a Deployment says that it does not go on: its pods are refused, or not ready in time."""
 MOUNT_FAILED = "MountVolume."
 """How a kubelet's event begins that names the volume; the others of its reason only say that it waited."""
 
@@ -171,7 +173,13 @@ def observe_pod(reader: Reader, *, namespace: str, name: str, now: datetime) -> 
     found = reader.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
     if found is None or not labels_of(found).get(keys.POOL_LABEL):
         raise InvalidSpec(explain_absence(reader, found, namespace=namespace, name=name))
-    return replace(observe_pools(reader, now=now), pods=(opted_in_pod(found),))
+    pod = opted_in_pod(found)
+    is_missed = not pod.injected_version and not pod.skip_reason
+    return replace(
+        observe_pools(reader, now=now),
+        pods=(pod,),
+        release_namespaces=frozenset({namespace} if is_missed and has_operator(reader, namespace) else ()),
+    )
 
 
 def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True) -> ClusterFacts:
@@ -180,7 +188,7 @@ def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True
     pools, regions = seen.pools(), seen.regions()
     pods = seen.collection(PODS, Part.PODS)
     deployments = seen.collection(DEPLOYMENTS, Part.DEPLOYMENTS, labels=OURS)
-    workloads = [workload_facts(one) for one in deployments]
+    workloads = [workload_facts(one, pods) for one in deployments]
     daemonsets = seen.collection(DAEMONSETS, Part.DAEMONSETS, labels=OURS)
     paths = certificate_secret_paths(deployments) if reads_secrets else []
     secrets = [found for path in paths if (found := seen.get(path, Part.SECRETS)) is not None]
@@ -205,6 +213,7 @@ def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True
         webhook_answers=probe_webhook(seen) if workloads or webhooks else None,
         crds=tuple(observe_crds(seen)),
         pods=tuple(opted_in_pod(pod) for pod in pods if labels_of(pod).get(keys.POOL_LABEL)),
+        release_namespaces=frozenset(one.namespace for one in workloads),
         unreadable=tuple(seen.unreadable),
         unread=frozenset(seen.unread),
         viewer_role=seen.viewer_role(),
@@ -303,15 +312,34 @@ def happened_at(event: Manifest) -> str:
     return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
-def workload_facts(deployment: Manifest) -> Workload:
-    """A Deployment of the release."""
+def workload_facts(deployment: Manifest, pods: Iterable[Manifest]) -> Workload:
+    """A Deployment of the release, with what keeps its pods from running."""
+    metadata, spec, status = deployment["metadata"], deployment["spec"], deployment.get("status", {})
+    num_desired = spec.get("replicas", 1)
+    is_observed = status.get("observedGeneration", 0) >= metadata.get("generation", 0)
+    selected = spec.get("selector", {}).get("matchLabels", {}).items()
+    waiting = [
+        f"pod {pod['metadata']['name']}: {why}"
+        for pod in pods
+        if selected and pod["metadata"]["namespace"] == metadata["namespace"] and selected <= labels_of(pod).items()
+        if "deletionTimestamp" not in pod["metadata"] and (why := waits_in_vain(pod))
+    ]
+    said = [
+        f"{one['type']} is {one['status']}: {one.get('message', '')}"
+        for one in status.get("conditions", [])
+        if (one["type"], one["status"]) in GIVEN_UP
+    ]
     return Workload(
-        namespace=deployment["metadata"]["namespace"],
-        name=deployment["metadata"]["name"],
+        namespace=metadata["namespace"],
+        name=metadata["name"],
         component=labels_of(deployment).get("app.kubernetes.io/component", ""),
-        num_desired=deployment["spec"].get("replicas", 1),
-        num_ready=deployment.get("status", {}).get("readyReplicas", 0),
+        num_desired=num_desired,
+        num_ready=status.get("readyReplicas", 0),
         release=labels_of(deployment).get("app.kubernetes.io/instance", ""),
+        is_rolling_out=not is_observed
+        or status.get("updatedReplicas", 0) < num_desired
+        or status.get("unavailableReplicas", 0) > 0,
+        failures=tuple(waiting or said),
     )
 
 

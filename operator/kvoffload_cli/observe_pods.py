@@ -5,7 +5,8 @@ from datetime import datetime
 from typing import Any
 
 from kvoffload.api import keys
-from kvoffload_cli.facts import DaemonPod, OptedInPod
+from kvoffload.api.opt_in import came_label_late
+from kvoffload_cli.facts import PASSING_WAITS, DaemonPod, OptedInPod
 from kvoffload_cli.observe_release import has_condition
 
 Manifest = Mapping[str, Any]
@@ -19,25 +20,6 @@ def timestamp(text: str) -> datetime:
 def labels_of(manifest: Manifest) -> Mapping[str, str]:
     """Labels, empty where there are none."""
     return manifest["metadata"].get("labels") or {}
-
-
-def came_label_late(pod: Manifest) -> bool | None:
-    """Whether the opt-in label came after the pod was created; None where the managed fields do not tell.
-
-    Who creates a pod manages its containers too. A label that only others manage is theirs, so it came later.
-    """
-    metadata = pod["metadata"]
-    owners = [
-        entry
-        for entry in metadata.get("managedFields", [])
-        if f"f:{keys.POOL_LABEL}" in entry.get("fieldsV1", {}).get("f:metadata", {}).get("f:labels", {})
-    ]
-    creators = [entry for entry in owners if "f:containers" in entry["fieldsV1"].get("f:spec", {})]
-    if owners and not creators:
-        return True
-    if any(entry.get("time") == metadata.get("creationTimestamp") for entry in creators):
-        return False
-    return None
 
 
 def count_restarts(pod: Manifest) -> int:
@@ -72,6 +54,29 @@ def waiting_reasons(pod: Manifest) -> str:
     )
 
 
+def not_scheduled(pod: Manifest) -> str:
+    """Why the pod has no node, in the scheduler's words; empty where it has one, or is about to."""
+    return next(
+        (
+            f"not scheduled: {one.get('message', one.get('reason', ''))}"
+            for one in pod.get("status", {}).get("conditions", [])
+            if one["type"] == "PodScheduled" and one["status"] == "False"
+        ),
+        "",
+    )
+
+
+def waits_in_vain(pod: Manifest) -> str:
+    """What the pod waits for that will not come by itself, in the words of scheduler or kubelet; empty if nothing."""
+    waits = [
+        (container["name"], container["state"]["waiting"])
+        for container in _container_statuses(pod)
+        if container.get("state", {}).get("waiting", {}).get("reason", PASSING_WAITS[0]) not in PASSING_WAITS
+    ]
+    said = [": ".join(filter(None, (f"{name} {wait['reason']}", wait.get("message")))) for name, wait in waits]
+    return not_scheduled(pod) or "; ".join(said)
+
+
 def _container_statuses(pod: Manifest) -> Iterable[Manifest]:
     status = pod.get("status", {})
     return (*status.get("initContainerStatuses", []), *status.get("containerStatuses", []))
@@ -94,6 +99,7 @@ def opted_in_pod(pod: Manifest) -> OptedInPod:
         skip_reason=annotations.get(keys.SKIP_REASON_ANNOTATION, ""),
         predicted_layout=annotations.get(keys.REPLICATED_LAYOUT_ANNOTATION, ""),
         has_volume=any(volume["name"] == keys.VOLUME_NAME for volume in spec.get("volumes", [])),
+        has_readiness_probe=any("readinessProbe" in container for container in spec["containers"]),
         label_is_late=came_label_late(pod),
         num_restarts=count_restarts(pod),
         last_end=last_end(pod),
@@ -105,14 +111,6 @@ def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
     """A pod of ours on a node."""
     status = pod.get("status", {})
     containers = status.get("containerStatuses", [])
-    unscheduled = next(
-        (
-            f"not scheduled: {one.get('message', one.get('reason', ''))}"
-            for one in status.get("conditions", [])
-            if one["type"] == "PodScheduled" and one["status"] == "False"
-        ),
-        "",
-    )
     return DaemonPod(
         namespace=pod["metadata"]["namespace"],
         name=pod["metadata"]["name"],
@@ -121,7 +119,7 @@ def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
         phase=status.get("phase", "Pending"),
         is_ready=has_condition(status, "Ready"),
         num_restarts=sum(container.get("restartCount", 0) for container in containers),
-        waiting=unscheduled or waiting_reasons(pod),
+        waiting=not_scheduled(pod) or waiting_reasons(pod),
         is_deleting="deletionTimestamp" in pod["metadata"],
         created_at=timestamp(pod["metadata"]["creationTimestamp"]),
         mount_failure="" if has_condition(status, "Ready") else mount_failure,

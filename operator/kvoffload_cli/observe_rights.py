@@ -26,6 +26,14 @@ def find_viewer_role(reader: Reader) -> str:
     return ANY_VIEWER
 
 
+def has_operator(reader: Reader, namespace: str) -> bool:
+    """Whether the chart is installed in that namespace, as far as this user may see."""
+    try:
+        return bool(reader.list_objects(f"/apis/apps/v1/namespaces/{namespace}/deployments", labels=OPERATORS))
+    except (Denied, ReadFailed):
+        return False
+
+
 def does_operator_run(reader: Reader) -> bool | None:
     """Whether an operator is ready; None where this user may not see."""
     try:

@@ -38,14 +38,18 @@ YAML_WORDS = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "nu
 
 def command(
     model: Annotated[str, typer.Option("--model", "-m", help="A config.json, a model folder, or a model's name.")],
-    tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="vLLM's --tensor-parallel-size.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Ranks of vLLM's tensor parallelism.")
+    ] = 1,
     node_memory: Annotated[str, typer.Option(help="Memory of a node; a quarter of it is left to vLLM.")] = "",
     capacity: Annotated[str, typer.Option(help="Bytes of the pool on each node, instead of --node-memory.")] = "",
-    pipeline_parallel: Annotated[int, typer.Option("--pp", min=1, help="vLLM's --pipeline-parallel-size.")] = 1,
-    nodes: Annotated[int, typer.Option(min=1, help="vLLM's --nnodes.")] = 1,
+    pipeline_parallel: Annotated[
+        int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="Ranks of vLLM's pipeline parallelism.")
+    ] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", "--nnodes", min=1, help="Nodes of one engine.")] = 1,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens in a block; 0: 64 with MLA, otherwise 16.")] = 0,
     blocks_per_chunk: Annotated[int, typer.Option(min=1, help="GPU blocks in one offloaded chunk.")] = 1,
-    kv_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", "--kv-cache-dtype", help="As for vLLM.")] = "auto",
     page_size: Annotated[str, typer.Option(help="2Mi or 1Gi.")] = "2Mi",
     quota: Annotated[list[str] | None, typer.Option(help="NAMESPACE=GUARANTEED[:LIMIT], several times.")] = None,
     never_replicated: Annotated[

@@ -2,7 +2,9 @@
 
 from kvoffload.api import keys
 from kvoffload.api.keys import SkipReason
-from kvoffload_cli.facts import OptedInPod
+from kvoffload.api.opt_in import is_never_injected, remedy_of_missed, why_missed
+from kvoffload.api.pool import SYSTEM_NAMESPACE
+from kvoffload_cli.facts import ClusterFacts, OptedInPod
 
 SKIP_REMEDIES = {
     SkipReason.POOL_NOT_FOUND: "correct the label kvoffload.io/pool or create the pool, then recreate the pod",
@@ -22,17 +24,17 @@ SKIP_REMEDIES = {
 }
 
 
-def why_missed(pod: OptedInPod) -> str:
-    """Why a labelled pod has no annotation of the webhook, as far as the pod tells."""
-    if pod.label_is_late:
-        return f"the label {keys.POOL_LABEL} came after the pod was created, and the webhook looks at new pods only"
-    if pod.label_is_late is None:
-        return f"the label {keys.POOL_LABEL} came after the pod was created, or no webhook answered then"
-    return "no webhook answered when the pod was created"
-
-
-def remedy_of_missed(pod: OptedInPod) -> str:
-    """What makes the webhook look at it."""
-    if pod.label_is_late:
-        return "put the label into the pod template (spec.template.metadata.labels), or recreate the pod with it"
-    return "once `kubectl kvoffload doctor` finds the webhook ready, recreate the pod"
+def why_not_asked(facts: ClusterFacts, pod: OptedInPod) -> tuple[str, str]:
+    """Why a labelled pod has no annotation of the webhook, and what to do."""
+    if is_never_injected(pod.namespace, facts.release_namespaces):
+        why = (
+            f"the webhook is never asked about pods of namespace {pod.namespace}, whatever the pool says: it leaves out"
+        )
+        return (
+            f"{why} {SYSTEM_NAMESPACE} and the release's own",
+            "run the pod in another namespace, or take the label off",
+        )
+    pool, remedy = facts.pool(pod.pool), remedy_of_missed(pod.label_is_late)
+    if pool is not None and pool.spec.namespace_selector is not None:
+        remedy += f"; its namespace must have the labels of the namespaceSelector of pool {pool.name}"
+    return why_missed(pod.label_is_late), remedy

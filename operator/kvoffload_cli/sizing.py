@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from kvoffload.api.pool import PageSize
 from kvoffload.errors import InvalidSpec
-from kvoffload.layout.extents import plan_extent_bytes
+from kvoffload.layout.extents import MAX_EXTENT_BYTES, WANTED_EXTENTS, plan_extent_bytes
 from kvoffload.layout.gate import (
     GateFacts,
     LayerFacts,
@@ -22,7 +22,7 @@ from kvoffload.layout.gate import (
 )
 from kvoffload.layout.model_bytes import KVBytes, ModelShape, plan_kv_bytes
 from kvoffload.layout.rows import MAX_RANKS, RankPart, Row, plan_row
-from kvoffload.units import MAX_BYTES, exact_quantity, format_bytes, parse_quantity
+from kvoffload.units import MAX_BYTES, exact_quantity, format_bytes, parse_quantity, round_bytes
 
 GIB = 1 << 30
 PAGE_BYTES = {size.value: size.num_bytes for size in PageSize}
@@ -195,8 +195,9 @@ def plan_sizing(
     extent_bytes = plan_extent_bytes(capacity_bytes, page_bytes)
     if row.slot_bytes > extent_bytes:
         raise InvalidSpec(
-            f"one chunk needs {row.slot_bytes} bytes, more than an extent of {format_bytes(extent_bytes)}; "
-            "use --page-size 1Gi, a smaller --block-size or fewer --blocks-per-chunk"
+            f"one chunk needs {round_bytes(row.slot_bytes)} ({row.slot_bytes:,} bytes), more than an extent of "
+            f"{format_bytes(extent_bytes)}, into which a pool of {format_bytes(capacity_bytes)} is cut; use "
+            f"{_room_for_chunk(row.slot_bytes, capacity_bytes, page_bytes)}"
         )
     num_extents, slots_per_extent = capacity_bytes // extent_bytes, extent_bytes // row.slot_bytes
     chunk = _Chunk(
@@ -217,6 +218,17 @@ def plan_sizing(
         slots_per_extent=slots_per_extent,
         quotas=tuple(_plan_quota(quota, capacity_bytes=capacity_bytes, chunk=chunk) for quota in quotas),
     )
+
+
+def _room_for_chunk(slot_bytes: int, capacity_bytes: int, page_bytes: int) -> str:
+    """What makes the extents long enough: more capacity, as far as that goes, or other pages, or a smaller chunk."""
+    wanted = page_bytes
+    while wanted < min(slot_bytes, MAX_EXTENT_BYTES):
+        wanted *= 2
+    if wanted >= slot_bytes:
+        return f"--capacity {format_bytes(max(WANTED_EXTENTS, -(-capacity_bytes // wanted)) * wanted)}"
+    pages = "--page-size 1Gi, " if slot_bytes <= PageSize.GI_1.num_bytes else ""
+    return f"{pages}a smaller --block-size or fewer --blocks-per-chunk"
 
 
 def decide_ranks(engine: Engine, kv: KVBytes) -> list[LayoutVerdict]:

@@ -19,6 +19,7 @@ from kvoffload.api.keys import (
     SKIP_REASON_ANNOTATION,
 )
 from kvoffload.api.model import read_metadata
+from kvoffload.api.opt_in import came_label_late
 from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec, KVOffloadPoolStatus, PageSize
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.errors import InvalidSpec
@@ -99,6 +100,8 @@ class ObservedPod:
     is_running: bool
     is_over: bool
     started_at: datetime | None
+    label_is_late: bool | None = None
+    """Whether the label came after the pod was created; None where that cannot be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,7 @@ def observe_pod(manifest: Manifest) -> ObservedPod:
         is_running=status.get("phase") == "Running",
         is_over=status.get("phase") in ("Succeeded", "Failed") or "deletionTimestamp" in metadata,
         started_at=_time(status.get("startTime")),
+        label_is_late=came_label_late(manifest),
     )
 
 

@@ -95,7 +95,12 @@ class Operator:
                 silence_seconds=self._settings.daemon_silence_seconds,
                 write_parallelism=self._settings.write_parallelism,
             )
-            pods = PodReconciler(self._view, recorder, unattached_seconds=self._settings.unattached_seconds)
+            pods = PodReconciler(
+                self._view,
+                recorder,
+                unattached_seconds=self._settings.unattached_seconds,
+                namespace=self._settings.namespace,
+            )
             tasks = {
                 asyncio.create_task(coroutine, name=name)
                 for name, coroutine in (

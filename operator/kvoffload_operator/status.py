@@ -244,6 +244,9 @@ def _provisioned(
     if spec.mode is Mode.OBSERVE:
         return "False", PoolReason.OBSERVING, "mode is Observe: no region or daemon is made"
     fit = counts.matching - counts.short_of_pages
+    if not fit:
+        found = f"none of {counts.matching} nodes has the pages, so no daemon is made: see HugepagesAvailable"
+        return "False", PoolReason.NODES_SHORT_OF_PAGES, found
     waiting = counts.pending
     if waiting:
         detail = _name_problems(nodes, NodeState.PENDING)

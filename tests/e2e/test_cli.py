@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.control_plane import render_rules
+from e2e.light_pod import is_injected, light_pod
 from e2e.user_tools import ToolOutputs, plugin_environment, run_plugin
 from hack.cache import REPOSITORY
 from hack.console import wait_until
-from hack.demo.installation import DAEMON_SELECTOR, NAMESPACE, create_pool, delete_pool
+from hack.demo.installation import CHART, DAEMON_SELECTOR, NAMESPACE, RELEASE, create_pool, delete_pool, install_chart
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import running_prometheus
 from hack.demo.run import POOL, Stage
@@ -228,6 +229,82 @@ def test_doctor_finds_that_pod_security_refuses_the_daemons_and_its_remedy_helps
     )
 
 
+ALONE = REFUSED.replace("name: refused", "name: alone")
+
+
+@pytest.fixture
+def alone(release: Stage) -> Iterator[Kubernetes]:
+    """A pool that serves, and an injected pod that is ready and has no engine, as where the plugin was not imported."""
+    kubernetes = release.kubernetes
+    annotations = {"kvoffload.io/container": "main"}
+    try:
+        create_pool(kubernetes, ALONE, name="alone")
+        kubernetes.apply(light_pod("alone", pool="alone", image=release.images.python, annotations=annotations))
+        pod = kubernetes.wait_ready_pod(namespace="demo", selector="app=alone", timeout_seconds=60)
+        assert is_injected(pod)
+        yield kubernetes
+    finally:
+        kubernetes.delete("pod", "alone", namespace="demo")
+        delete_pool(kubernetes, name="alone")
+
+
+def test_doctor_names_a_ready_pod_without_an_engine_at_once_and_its_command_shows_that_nothing_was_said(
+    alone: Kubernetes,
+) -> None:
+    (found,) = run_plugin(alone, "doctor", "-o", "json").document["findings"]
+    assert (found["check"], found["severity"], found["subject"]) == (
+        *("pod_is_not_attached", "warning"),
+        "pod/demo/alone",
+    )
+    command = ["bash", "-uc", found["remedy"]]
+    done = subprocess.run(command, env=plugin_environment(alone), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", ""), "grep finds no line of the plugin"
+    answer = run_plugin(alone, "explain", "pod", "demo/alone", "-o", "json").document["attached"]
+    assert answer == [f"no: {found['message']}", found["remedy"]]
+
+
+@pytest.fixture
+def stuck_upgrade(release: Stage) -> Iterator[Kubernetes]:
+    """The chart upgraded to an operator image that no node has, as helm reports success of without `--wait`."""
+    kubernetes = release.kubernetes
+    values = ("--reuse-values", "--set=image.operator.tag=mistyped")
+    try:
+        kubernetes.helm("upgrade", RELEASE, CHART, f"--namespace={NAMESPACE}", *values)
+        yield kubernetes
+    finally:
+        install_chart(kubernetes, release.images)
+
+
+def test_doctor_names_an_upgrade_whose_image_is_missing_and_its_way_back_is_one(stuck_upgrade: Kubernetes) -> None:
+    def findings() -> list[dict[str, str]]:
+        return list(run_plugin(stuck_upgrade, "doctor", "-o", "json").document["findings"])
+
+    names = {f"deployment/{NAMESPACE}/{RELEASE}-{name}" for name in ("operator", "webhook-0", "webhook-1")}
+
+    def are_all_stuck() -> bool:
+        stuck = [one for one in findings() if one["check"] == "rollout_is_unfinished" and one["severity"] == "error"]
+        return {one["subject"] for one in stuck} == names
+
+    wait_until(
+        "doctor to find all three",
+        are_all_stuck,
+        timeout_seconds=60,
+        explain=lambda: json.dumps(findings(), indent=1),
+    )
+    for found in findings():
+        assert "the old pods still serve: pod kvoffload-" in found["message"]
+        assert "ErrImageNeverPull" in found["message"]
+        assert ":mistyped" in found["message"]
+    back = found["remedy"].rpartition("go back: ")[2]
+    subprocess.run(["bash", "-euc", back], env=plugin_environment(stuck_upgrade), capture_output=True, check=True)
+    wait_until(
+        "doctor to find nothing any more",
+        lambda: findings() == [],
+        timeout_seconds=60,
+        explain=lambda: json.dumps(findings(), indent=1),
+    )
+
+
 @pytest.fixture
 def outdated_crd(release: Stage) -> Iterator[Kubernetes]:
     """The pool's CRD without one field, as an older release leaves it behind."""
@@ -282,6 +359,11 @@ def test_doctor_names_a_webhook_without_replicas_and_a_pod_that_it_missed(no_web
 def test_kubectl_completes_the_plugin(release) -> None:
     done = run_plugin(release.kubernetes, "pl", program="__complete")
     assert done.output.splitlines() == ["plan", ":4"]
+
+
+def test_kubectl_completes_a_labelled_pod(alone: Kubernetes) -> None:
+    done = run_plugin(alone, "explain", "pod", "demo/al", program="__complete")
+    assert done.output.splitlines() == ["demo/alone", ":4"]
 
 
 def test_explain_says_why_a_pod_is_not_injected(troubled: Kubernetes) -> None:

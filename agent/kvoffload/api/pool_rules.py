@@ -37,6 +37,8 @@ _PAGE = "(self.pageSize == '1Gi' ? 1073741824 : 2097152)"
 _CAPACITY = _bytes("self.capacity")
 _NEAREST = f"({_CAPACITY} < {_PAGE} ? 1 : {_CAPACITY} / {_PAGE})"
 """Pages just below the capacity; one where that would be none."""
+_UNITS, _UNIT = "(self.pageSize == '1Gi' ? 1 : 2)", "(self.pageSize == '1Gi' ? 'Gi' : 'Mi')"
+"""A page as a number and its unit."""
 _GUARANTEED = f"self.quotas.map(q, {_bytes('q.guaranteed')}).sum()"
 
 SPEC_RULES: list[dict[str, str]] = [
@@ -52,15 +54,17 @@ SPEC_RULES: list[dict[str, str]] = [
     {
         "rule": f"{_is_whole('self.capacity')} && {_CAPACITY} > 0 && {_CAPACITY} % {_PAGE} == 0",
         # one format() of a literal: the cost of concatenating what it gives would be taken for boundless
-        "messageExpression": "'%s is not a positive multiple of the page size %s: the nearest multiples are %d and %d "
-        f"bytes'.format([self.capacity, self.pageSize, {_NEAREST} * {_PAGE}, ({_NEAREST} + 1) * {_PAGE}])",
+        "messageExpression": "'%s is not a positive multiple of the page size %s: the nearest multiples are %d%s and "
+        f"%d%s'.format([self.capacity, self.pageSize, {_NEAREST} * {_UNITS}, {_UNIT}, ({_NEAREST} + 1) * {_UNITS}, "
+        f"{_UNIT}])",
         "message": "capacity must be a positive multiple of pageSize",
         "fieldPath": ".capacity",
     },
     {
         "rule": f"{_GUARANTEED} <= {_CAPACITY}",
-        "messageExpression": "'%d bytes are guaranteed in all, the capacity is %s: raise capacity or lower guaranteed'"
-        f".format([{_GUARANTEED}, self.capacity])",
+        "messageExpression": f"[{_GUARANTEED}].map(g, '%d%s are guaranteed in all, the capacity is %s: raise capacity "
+        "or lower guaranteed'.format([g % 1073741824 == 0 ? g / 1073741824 : g % 1048576 == 0 ? g / 1048576 : g, "
+        "g % 1073741824 == 0 ? 'Gi' : g % 1048576 == 0 ? 'Mi' : ' bytes', self.capacity]))[0]",
         "message": "the sum of quotas[].guaranteed must not exceed capacity: raise capacity or lower guaranteed",
         "fieldPath": ".quotas",
     },

@@ -28,6 +28,9 @@ class AttentionKind(str, Enum):
 MAX_LAYERS = 10_000
 """No model has so many; sizes are planned layer by layer."""
 
+MAX_DIMENSION = 10_000_000
+"""Of heads and elements: no model has so many either."""
+
 MLA_MODEL_TYPES = frozenset(
     {
         "axk1",
@@ -138,22 +141,33 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
             f"{model_type}: {found} in the configuration means layers whose state is not a number of bytes per "
             "token; start the engine on a small pool: its log says how many bytes a slot has ('bytes a slot')"
         )
-    num_layers = _integer(text, "num_hidden_layers", "n_layer", "num_layers")
+    num_layers = _required(text, "num_hidden_layers", "n_layer", "num_layers")
     if num_layers > MAX_LAYERS:
         raise InvalidSpec(f"{model_type}: {num_layers} layers in the configuration, at most {MAX_LAYERS} are planned")
-    latent = _optional(text, "kv_lora_rank")
-    is_mla = latent > 0 and model_type in MLA_MODEL_TYPES
-    indexer = _optional(text, "index_head_dim") if is_mla and text.get("index_topk") else 0
-    heads = _optional(text, "num_attention_heads", "n_head")
-    kv_heads = _optional(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num") or heads
-    head_elements = _optional(text, "head_dim")
-    if not is_mla and not head_elements:
-        if not heads:
+    latent = rope = indexer = 0
+    if model_type in MLA_MODEL_TYPES and text.get("kv_lora_rank", 1) is not None:  # null: it has no latent attention
+        latent, rope = _required(text, "kv_lora_rank"), _required(text, "qk_rope_head_dim")
+        indexer = _required(text, "index_head_dim") if text.get("index_topk") is not None else 0
+    is_mla = latent > 0
+    heads = _dimension(text, "num_attention_heads", "n_head") or 0
+    kv_heads = head_elements = 0
+    if not is_mla:
+        kv_heads = (
+            _dimension(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num") or heads
+        )
+        head_elements = _dimension(text, "head_dim") or 0
+        if not kv_heads:
             raise InvalidSpec(
-                f"{model_type}: neither head_dim nor num_attention_heads is in the configuration; "
+                f"{model_type}: neither num_key_value_heads nor num_attention_heads is in the configuration; "
                 "is this the config.json of a language model?"
             )
-        head_elements = _integer(text, "hidden_size", "n_embd") // heads
+        if not head_elements and not heads:
+            raise InvalidSpec(f"{model_type}: neither head_dim nor num_attention_heads is in the configuration")
+        head_elements = head_elements or _required(text, "hidden_size", "n_embd") // heads
+        if not head_elements:
+            raise InvalidSpec(
+                f"{model_type}: hidden_size is less than its {heads} attention heads, and there is no head_dim"
+            )
     return ModelShape(
         model_type=model_type,
         architecture=_architecture(config),
@@ -163,10 +177,10 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
         if indexer
         else AttentionKind.MLA,
         num_layers=num_layers,
-        latent_elements=latent + _optional(text, "qk_rope_head_dim") if is_mla else 0,
+        latent_elements=latent + rope,
         indexer_bytes=indexer + indexer // 128 * 4,
         num_kv_heads=1 if is_mla else kv_heads,
-        head_elements=0 if is_mla else head_elements,
+        head_elements=head_elements,
         dtype=str(
             text.get("torch_dtype")
             or text.get("dtype")
@@ -175,7 +189,7 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
             or "bfloat16"
         ),
         num_attention_heads=heads,
-        notes=_notes(text, num_layers=num_layers, is_mla=is_mla, latent=latent, model_type=model_type),
+        notes=_notes(text, num_layers=num_layers, is_mla=is_mla, model_type=model_type),
     )
 
 
@@ -235,7 +249,7 @@ def _other_layers(text: Mapping[str, object]) -> str:
             return f"`{key}`"
     layer_types, attention_types = text.get("layer_types"), text.get("attn_type_list")
     if isinstance(layer_types, list):
-        other = [str(kind) for kind in layer_types if kind not in FULL_LAYERS | WINDOWED_LAYERS]
+        other = [kind for kind in map(str, layer_types) if kind not in FULL_LAYERS | WINDOWED_LAYERS]
         if other:
             return f"`layer_types` with {len(other)} of {len(layer_types)} layers {', '.join(sorted(set(other)))}"
     if isinstance(attention_types, list) and any(kind != 1 for kind in attention_types):
@@ -247,7 +261,7 @@ def _windowed_layers(text: Mapping[str, object], num_layers: int) -> str:
     """Which layers keep only a window of tokens, in words; empty where none does, as far as the configuration tells."""
     layer_types, window = text.get("layer_types"), _optional(text, "sliding_window")
     if isinstance(layer_types, list):
-        windowed = sum(1 for kind in layer_types if kind in WINDOWED_LAYERS)
+        windowed = sum(1 for kind in map(str, layer_types) if kind in WINDOWED_LAYERS)
         return f"{windowed} layers have a sliding window" if windowed else ""
     if window < 1 or text.get("use_sliding_window") is False:
         return ""
@@ -257,14 +271,12 @@ def _windowed_layers(text: Mapping[str, object], num_layers: int) -> str:
     return f"the configuration has a sliding window of {window} tokens, and does not say for which layers"
 
 
-def _notes(
-    text: Mapping[str, object], *, num_layers: int, is_mla: bool, latent: int, model_type: str
-) -> tuple[str, ...]:
+def _notes(text: Mapping[str, object], *, num_layers: int, is_mla: bool, model_type: str) -> tuple[str, ...]:
     notes = []
     windowed = _windowed_layers(text, num_layers)
     if windowed:
         notes.append(f"{windowed}; the figures count every layer as full attention and are an upper bound")
-    if latent and not is_mla:
+    if text.get("kv_lora_rank") and not is_mla:
         notes.append(f"kv_lora_rank is set, but vLLM 0.32 has no MLA layout for model_type {model_type!r}")
     if _optional(text, "num_nextn_predict_layers"):
         notes.append("speculative decoding with the model's own MTP layers adds their KV cache, which is not counted")
@@ -278,18 +290,29 @@ def _notes(
     return tuple(notes)
 
 
-def _integer(config: Mapping[str, object], *keys: str) -> int:
-    value = _optional(config, *keys)
-    if value < 1:
+def _required(config: Mapping[str, object], *keys: str) -> int:
+    value = _dimension(config, *keys)
+    if value is None:
         raise InvalidSpec(
             f"the configuration has no positive {' or '.join(keys)}; is this the config.json of a language model?"
         )
     return value
 
 
-def _optional(config: Mapping[str, object], *keys: str) -> int:
+def _dimension(config: Mapping[str, object], *keys: str) -> int | None:
+    """What the bytes are multiplied by: of the first key that is there and not null; None where none is."""
     for key in keys:
         value = config.get(key)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return 0
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DIMENSION:
+            shown = f"{str(value)[:40]!r}" if isinstance(value, str) else str(value)[:40]
+            raise InvalidSpec(f"{key} is {shown} in the configuration, needed a whole number from 1 to {MAX_DIMENSION}")
+        return value
+    return None
+
+
+def _optional(config: Mapping[str, object], key: str) -> int:
+    """Something that is only told; 0 where it is no number."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -35,6 +35,7 @@ from kvoffload_cli.checks.release import (
     kubernetes_is_too_old,
     object_is_unreadable,
     release_is_incomplete,
+    rollout_is_unfinished,
     webhook_is_not_asked,
     webhook_is_not_trusted,
 )
@@ -49,6 +50,7 @@ CHECKS: tuple[Check, ...] = (
     object_is_unreadable,
     several_releases_are_installed,
     release_is_incomplete,
+    rollout_is_unfinished,
     webhook_is_not_trusted,
     webhook_is_not_asked,
     certificate_expires,

@@ -13,11 +13,10 @@ from datetime import timedelta
 from kvoffload.api.conditions import RegionCondition, RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPool, Mode
 from kvoffload.api.region import KVOffloadRegion
-from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts
+from kvoffload_cli.facts import PASSING_WAITS, ClusterFacts, DaemonPod, NodeFacts
 
 STARTING = timedelta(minutes=2)
 """How long the pod of a daemon may take to be ready: its image is pulled, its pages are reserved."""
-PASSING_WAITS = ("ContainerCreating", "PodInitializing")
 PASSING_REASONS = (
     RegionReason.DRAINING,
     RegionReason.STARTING,
@@ -30,6 +29,11 @@ PASSING_REASONS = (
 def needs_pages(pool: KVOffloadPool) -> bool:
     """Whether the pool wants huge pages of its nodes now."""
     return pool.spec.fallback is not Fallback.SHARED_MEMORY and pool.spec.mode is Mode.ACTIVE
+
+
+def holds_pages(pool: KVOffloadPool) -> bool:
+    """Whether the pool's daemons have huge pages, or would: a paused one keeps them, one that observes has none."""
+    return pool.spec.fallback is not Fallback.SHARED_MEMORY and pool.spec.mode is not Mode.OBSERVE
 
 
 def taken_bytes(pool: KVOffloadPool, node: NodeFacts) -> int:

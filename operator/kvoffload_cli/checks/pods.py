@@ -1,14 +1,11 @@
 """Checks of the pods that opted in. Pure."""
 
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 
+from kvoffload_cli.attachment import find_unattached
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import ClusterFacts, OptedInPod, Part, declined_offload
-from kvoffload_cli.remedies import SKIP_REMEDIES, remedy_of_missed, why_missed
-
-ATTACH_GRACE = timedelta(minutes=5)
-"""How long a running engine may take to attach: a server loads its weights first."""
+from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
+from kvoffload_cli.remedies import SKIP_REMEDIES, why_not_asked
 
 
 def pod_is_not_injected(facts: ClusterFacts) -> Found:
@@ -24,27 +21,17 @@ def pod_is_not_injected(facts: ClusterFacts) -> Found:
             remedy = known.get(pod.skip_reason, f"kubectl kvoffload explain pod {pod.namespace}/{pod.name}")
             yield Severity.WARNING, subject, f"not injected: {pod.skip_reason}", remedy
         elif not pod.injected_version:
-            yield Severity.ERROR, subject, f"labelled, and not injected: {why_missed(pod)}", remedy_of_missed(pod)
+            why, remedy = why_not_asked(facts, pod)
+            yield Severity.ERROR, subject, f"labelled, and not injected: {why}", remedy
 
 
 def pod_is_not_attached(facts: ClusterFacts) -> Found:
-    """An injected pod has served for a while, and no engine of it has attached."""
-    if Part.REGIONS in facts.unread:
-        return
+    """An injected pod is ready where its pool serves, and no engine of it has attached; an error after a while."""
     for pod in _live(facts.pods):
-        if not pod.injected_version or pod.ready_since is None or (pod.namespace, pod.name) in facts.engines:
-            continue
-        if facts.now - pod.ready_since < ATTACH_GRACE:
-            continue
-        if facts.pool(pod.pool) is None:  # said already, or not to be known
-            continue
-        if facts.region(pool=pod.pool, node=pod.node) is None:
-            message = f"injected, and node {pod.node} gives no memory to pool {pod.pool}: it runs without offload"
-            remedy = "set attachment: Required in the pool, or add the node to its nodeSelector"
-        else:
-            message = "injected and ready, and no engine of it has attached: it runs without offload"
-            remedy = f"kubectl -n {pod.namespace} logs {pod.name} | grep -i kvoffload"
-        yield Severity.ERROR, f"pod/{pod.namespace}/{pod.name}", message, remedy
+        found = find_unattached(facts, pod)
+        if found is not None:
+            severity = Severity.ERROR if facts.now - found.since >= found.grace else Severity.WARNING
+            yield severity, f"pod/{pod.namespace}/{pod.name}", found.message, found.remedy
 
 
 def engine_declined_offload(facts: ClusterFacts) -> Found:

@@ -7,6 +7,7 @@ from kvoffload.units import format_bytes
 from kvoffload_cli.checks.causes import (
     allocatable_bytes,
     fails,
+    holds_pages,
     is_explained,
     is_passing,
     is_refused,
@@ -38,7 +39,11 @@ def pools_overlap(facts: ClusterFacts) -> Found:
     """Two pools ask more of one node than it has."""
     for node in facts.nodes:
         for size in PageSize:
-            here = [pool for pool in facts.pools if pool.spec.page_size is size and node in facts.matching_nodes(pool)]
+            here = [
+                pool
+                for pool in facts.pools
+                if pool.spec.page_size is size and holds_pages(pool) and node in facts.matching_nodes(pool)
+            ]
             asked, pages = sum(pool.spec.capacity for pool in here), node.pages.get(size.value)
             if len(here) > 1 and pages and asked > pages.allocatable_bytes:
                 names = ", ".join(pool.name for pool in here)

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import CertificateFacts, ClusterFacts, Part
+from kvoffload_cli.facts import CertificateFacts, ClusterFacts, Part, Workload
 
 OLDEST_KUBERNETES = (1, 32)
 """Bound service-account tokens name their node since 1.32; the admission policy of the regions needs that."""
@@ -60,7 +60,34 @@ def release_is_incomplete(facts: ClusterFacts) -> Found:
                 )
                 look = f"kubectl -n {one.namespace} describe deployment {one.name}"
                 scale = f"kubectl -n {one.namespace} scale deployment {one.name} --replicas=1"
+                if one.failures:
+                    message, look = f"{message} ({one.failures[0]})", mend_rollout(one)
                 yield severity, subject, message, look if one.num_desired else scale
+
+
+def rollout_is_unfinished(facts: ClusterFacts) -> Found:
+    """Operator or webhook run, and not as the last `helm upgrade` asked: their new pods do not come, or not yet."""
+    for one in facts.workloads:
+        if one.num_ready < max(1, one.num_desired) or not (one.is_rolling_out or one.failures):
+            continue
+        subject, still = f"deployment/{one.namespace}/{one.name}", "the old pods still serve"
+        if one.failures:
+            yield Severity.ERROR, subject, f"its new pods do not run, {still}: {one.failures[0]}", mend_rollout(one)
+        else:
+            remedy = f"kubectl -n {one.namespace} rollout status deployment {one.name}"
+            yield Severity.WARNING, subject, f"a rollout is under way, {still}", remedy
+
+
+def mend_rollout(workload: Workload) -> str:
+    """What helps new pods that do not run, by what the first of them says; and the way back."""
+    there, why = f"kubectl -n {workload.namespace}", workload.failures[0]
+    mend = f"{there} describe deployment {workload.name}"
+    if "Image" in why:
+        mend = "push that image where the nodes pull from, or correct its name"
+    elif why.startswith("pod "):
+        pod = why.removeprefix("pod ").partition(":")[0]
+        mend = f"{there} logs {pod} --previous" if "CrashLoopBackOff" in why else f"{there} describe pod {pod}"
+    return f"{mend}; or, after an upgrade, go back: helm rollback {workload.release} -n {workload.namespace} --wait"
 
 
 def install_command(facts: ClusterFacts) -> str:
@@ -68,7 +95,8 @@ def install_command(facts: ClusterFacts) -> str:
     found = next((one for one in facts.workloads if one.release), None)
     if found is not None:
         return f"helm upgrade {found.release} charts/kvoffload -n {found.namespace}"
-    return "helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace"
+    command = "helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace"
+    return f"{command}, with the images and the namespace's label as docs/install.md (Install the chart) has them"
 
 
 def webhook_is_not_trusted(facts: ClusterFacts) -> Found:

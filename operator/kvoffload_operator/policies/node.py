@@ -157,7 +157,8 @@ def daemon_is_pending(facts: NodeFacts) -> NodeViolation | None:
     pod = facts.daemon_pod
     if facts.daemon_runs:
         return None
-    found = "is not created yet" if pod is None else f"{pod.name} is pending: {pod.problem or 'it is being started'}"
+    starting = "it is being started; where that lasts, `kubectl kvoffload doctor` says why"
+    found = "is not created yet" if pod is None else f"{pod.name} is pending: {pod.problem or starting}"
     return NodeViolation(
         NodeState.PENDING, RegionReason.DAEMON_PENDING, f"daemon pod for node {facts.node.name} {found}"
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvoffload.api.conditions import PoolReason
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
-from kvoffload.api.pool import Fallback, KVOffloadPoolSpec
+from kvoffload.api.pool import Fallback, KVOffloadPoolSpec, Mode
 from kvoffload.units import format_bytes
 from kvoffload_operator.observe import ObservedNode, ObservedPool, node_matches
 
@@ -49,10 +49,17 @@ def exceeds_every_node(spec: KVOffloadPoolSpec, matching: Sequence[ObservedNode]
 def overlaps_another(
     pool: ObservedPool, pools: Mapping[str, ObservedPool], matching: Sequence[ObservedNode]
 ) -> PoolViolation | None:
-    """Another pool matches some of the same nodes: a pod still chooses by name, but both take pages."""
+    """Another pool matches some of the same nodes: a pod still chooses by name, but both take pages.
+
+    One that only observes takes none.
+    """
     overlaps = []
+    if pool.pool is None or pool.pool.spec.mode is Mode.OBSERVE:
+        return None
     for other in sorted(pools.values(), key=lambda one: one.name):
         if other.name == pool.name or other.pool is None or other.deleting:
+            continue
+        if other.pool.spec.mode is Mode.OBSERVE:
             continue
         shared = sum(node_matches(node, other.pool.spec.node_selector) for node in matching)
         if shared:

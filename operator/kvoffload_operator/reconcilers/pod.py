@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from kvoffload.api.keys import POOL_LABEL, SKIP_REASON_ANNOTATION, SkipReason
+from kvoffload.api.opt_in import is_never_injected, remedy_of_missed, why_missed
 from kvoffload.api.region import MAX_ENGINES, KVOffloadRegion, RegionEngine, region_name
 from kvoffload_operator.events import EventRecorder, PodEvent, Regarding
 from kvoffload_operator.observe import ObservedPod
@@ -29,13 +30,13 @@ class PodPlan:
 
 
 def plan_pod(
-    pod: ObservedPod, region: KVOffloadRegion | None, *, now: datetime, unattached_after: timedelta
+    pod: ObservedPod, region: KVOffloadRegion | None, *, now: datetime, unattached_after: timedelta, namespace: str
 ) -> list[PodPlan]:
-    """Events that are due for this pod."""
+    """Events that are due for this pod. `namespace` is the operator's own."""
     if pod.is_over:
         return []
     if not pod.injected:
-        return [_not_injected(pod)]
+        return [_not_injected(pod, namespace)]
     plans = [
         PodPlan(
             PodEvent.INJECTED,
@@ -50,7 +51,7 @@ def plan_pod(
             PodPlan(
                 PodEvent.UNATTACHED,
                 f"runs for {waited:.0f} s on node {pod.node} and no engine of it is attached to pool {pod.pool}: it "
-                "serves without offload. See vLLM's log for lines of kvoffload, and the region's conditions",
+                f"serves without offload. `kubectl kvoffload explain pod {pod.namespace}/{pod.name}` says what to do",
                 warning=True,
             )
         )
@@ -75,22 +76,30 @@ def plan_pod(
     return plans
 
 
-def _not_injected(pod: ObservedPod) -> PodPlan:
-    if pod.skip_reason:
-        documented = pod.skip_reason in set(SkipReason)
+def _not_injected(pod: ObservedPod, namespace: str) -> PodPlan:
+    reason = _skip_reason(pod, namespace)
+    if reason:
+        documented = reason in set(SkipReason)
         hint = "" if documented else " (not a reason of this version)"
         return PodPlan(
             PodEvent.NOT_INJECTED,
-            f"not injected for pool {pod.pool}: {pod.skip_reason}{hint}; it serves without offload. `kubectl kvoffload "
+            f"not injected for pool {pod.pool}: {reason}{hint}; it serves without offload. `kubectl kvoffload "
             f"explain pod {pod.namespace}/{pod.name}` has the remedy; the pod must be created anew for it",
-            warning=pod.skip_reason != SkipReason.POOL_OBSERVED,
+            warning=reason != SkipReason.POOL_OBSERVED,
         )
     return PodPlan(
         PodEvent.MISSED_BY_WEBHOOK,
-        f"has the label {POOL_LABEL}={pod.pool} and neither an injection nor {SKIP_REASON_ANNOTATION}: the webhook did "
-        "not see it when it was created. It serves without offload; delete and create it again to attach",
+        f"has the label {POOL_LABEL}={pod.pool} and neither an injection nor {SKIP_REASON_ANNOTATION}: "
+        f"{why_missed(pod.label_is_late)}. It serves without offload; {remedy_of_missed(pod.label_is_late)}",
         warning=True,
     )
+
+
+def _skip_reason(pod: ObservedPod, namespace: str) -> str:
+    """The webhook's reason, or that of the namespaces in which it is never asked."""
+    if not pod.skip_reason and is_never_injected(pod.namespace, {namespace}):
+        return SkipReason.NAMESPACE_NOT_ALLOWED
+    return pod.skip_reason
 
 
 def _engines(pod: ObservedPod, region: KVOffloadRegion | None) -> list[RegionEngine]:
@@ -113,8 +122,10 @@ def is_unattached(
 class PodReconciler:
     """Writes the events and counts."""
 
-    def __init__(self, view: ClusterView, recorder: EventRecorder, *, unattached_seconds: float) -> None:
-        self._view, self._recorder = view, recorder
+    def __init__(
+        self, view: ClusterView, recorder: EventRecorder, *, unattached_seconds: float, namespace: str
+    ) -> None:
+        self._view, self._recorder, self._namespace = view, recorder, namespace
         self._unattached_after = timedelta(seconds=unattached_seconds)
 
     async def reconcile(self, key: str, now: datetime) -> float | None:
@@ -123,7 +134,8 @@ class PodReconciler:
         if pod is None:
             return None
         region = self._view.regions.get(region_name(pod.pool, pod.node)) if pod.node else None
-        for plan in plan_pod(pod, region, now=now, unattached_after=self._unattached_after):
+        plans = plan_pod(pod, region, now=now, unattached_after=self._unattached_after, namespace=self._namespace)
+        for plan in plans:
             await self._recorder.record(
                 Regarding.pod(pod.namespace, pod.name, pod.uid),
                 reason=plan.reason,
@@ -143,7 +155,8 @@ class PodReconciler:
             if pod.is_over or not pod.is_running:
                 continue
             if not pod.injected:
-                yield pod.skip_reason if pod.skip_reason in set(SkipReason) else PodEvent.MISSED_BY_WEBHOOK
+                reason = _skip_reason(pod, self._namespace)
+                yield reason if reason in set(SkipReason) else PodEvent.MISSED_BY_WEBHOOK
                 continue
             region = self._view.regions.get(region_name(pod.pool, pod.node)) if pod.node else None
             if is_unattached(pod, region, now=now, unattached_after=self._unattached_after):

@@ -91,6 +91,12 @@ def validate_capacity(spec: KVOffloadPoolSpec) -> list[FieldError]:
     ]
 
 
+def show_bytes(num_bytes: int) -> str:
+    """Exactly so many, with a unit: `2Gi`, `1000 bytes`."""
+    text = format_bytes(num_bytes)
+    return f"{text} bytes" if text.isdigit() else text
+
+
 def validate_quotas(spec: KVOffloadPoolSpec) -> list[FieldError]:
     """Guarantees fit into the capacity and below their limits, and each namespace has one quota."""
     errors = []
@@ -99,8 +105,8 @@ def validate_quotas(spec: KVOffloadPoolSpec) -> list[FieldError]:
         errors.append(
             FieldError(
                 "spec.quotas",
-                f"{guaranteed} bytes are guaranteed in all, the capacity is {spec.capacity}: raise capacity or lower "
-                "guaranteed",
+                f"{show_bytes(guaranteed)} are guaranteed in all, the capacity is {show_bytes(spec.capacity)}: raise "
+                "capacity or lower guaranteed",
             )
         )
     seen: set[str] = set()
@@ -109,7 +115,8 @@ def validate_quotas(spec: KVOffloadPoolSpec) -> list[FieldError]:
             errors.append(
                 FieldError(
                     f"spec.quotas[{index}].guaranteed",
-                    f"{quota.guaranteed} is more than the limit {quota.limit}: raise limit or lower guaranteed",
+                    f"{show_bytes(quota.guaranteed)} is more than the limit {show_bytes(quota.limit)}: raise limit or "
+                    "lower guaranteed",
                 )
             )
         if quota.namespace in seen:

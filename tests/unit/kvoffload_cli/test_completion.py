@@ -1,7 +1,11 @@
 """Completion as kubectl asks for it."""
 
+from pathlib import Path
+
 import pytest
 
+from fixtures.cli.cluster import FixtureReader, healthy, pod
+from kvoffload_cli import completion
 from kvoffload_cli.completion import DEFAULT, NO_FILES, complete
 from kvoffload_cli.models import packaged_models
 
@@ -23,3 +27,39 @@ from kvoffload_cli.models import packaged_models
 )
 def test_proposals(words: list[str], proposals: list[str], directive: int) -> None:
     assert complete(words) == (proposals, directive)
+
+
+class ContextReader(FixtureReader):
+    """The fixture as ClusterReader makes it: of a context, whose namespace is team-a."""
+
+    namespace = "team-a"
+
+    def __init__(self, **given: object) -> None:
+        objects = healthy()
+        objects["/api/v1/pods"] += [pod("other", namespace="team-b"), pod("bare", labels={}, injected=False)]
+        super().__init__(objects)
+        assert given == {"timeout_seconds": completion.PATIENCE_SECONDS, "context": "second"}
+
+
+@pytest.mark.parametrize(
+    ("words", "proposals"),
+    [
+        (["explain", "pod", "--context", "second", ""], ["vllm-a", "vllm-b"]),
+        (["explain", "pod", "--context", "second", "vllm-b"], ["vllm-b"]),
+        (["explain", "pod", "--context", "second", "team-b/"], ["team-b/other"]),
+        (["explain", "pod", "--context", "second", "-n", "team-b", ""], ["other"]),
+        (["status", "--context", "second", "l"], ["llm"]),
+    ],
+)
+def test_arguments_are_proposed_out_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], proposals: list[str]
+) -> None:
+    monkeypatch.setattr(completion, "ClusterReader", ContextReader)
+    assert complete(words) == (proposals, NO_FILES)
+
+
+def test_nothing_is_proposed_and_nothing_said_without_a_cluster(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert complete(["explain", "pod", "--kubeconfig", str(tmp_path / "none"), ""]) == ([], NO_FILES)
+    assert capfd.readouterr() == ("", "")

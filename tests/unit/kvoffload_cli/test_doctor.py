@@ -65,7 +65,9 @@ def test_every_ailment_is_found_with_its_remedy(golden: Callable[[str, str], Non
     golden("doctor-ailing.txt", rendered(facts))
     golden("doctor-ailing.json", printed(facts))
     findings = run_checks(facts)
-    elsewhere = {"something_is_not_readable", "daemons_are_replaced", "daemon_pods_are_refused"}  # tests of their own
+    elsewhere = {  # tests of their own
+        *("something_is_not_readable", "daemons_are_replaced", "daemon_pods_are_refused", "rollout_is_unfinished"),
+    }
     assert {finding.check for finding in findings} == {check.__name__ for check in CHECKS} - elsewhere
     assert all(finding.remedy for finding in findings)
 
@@ -185,6 +187,17 @@ def test_two_pools_that_fit_together_are_fine() -> None:
     objects = healthy()
     status = objects[POOLS][0]["status"]  # type: ignore[index]
     objects[POOLS] = [pool("llm", capacity="32Gi", status=status), pool("second", capacity="32Gi", status=status)]
+    assert "pools_overlap" not in {finding.check for finding in findings_of(objects)}
+
+
+@pytest.mark.parametrize("without", [{"mode": "Observe"}, {"fallback": "SharedMemory"}])
+def test_a_pool_that_takes_no_huge_pages_overlaps_none(without: dict[str, str]) -> None:
+    objects = healthy()
+    status = objects[POOLS][0]["status"]  # type: ignore[index]
+    first = pool("llm", capacity="64Gi", status=status)
+    objects[POOLS] = [first, pool("second", capacity="32Gi", status=status)]
+    assert "pools_overlap" in {finding.check for finding in findings_of(objects)}
+    objects[POOLS] = [first, pool("second", capacity="32Gi", status=status, **without)]
     assert "pools_overlap" not in {finding.check for finding in findings_of(objects)}
 
 

@@ -1,5 +1,7 @@
 """`kubectl kvoffload doctor`: one finding for one cause, and nothing about what it could not read."""
 
+import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from fixtures.cli.cluster import (
     pool,
     region,
 )
+from hack.cache import REPOSITORY
 from kvoffload.api import keys
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import Finding, Severity, run_checks
@@ -270,7 +273,167 @@ def test_two_releases_are_named() -> None:
 def test_what_helm_must_install_has_its_namespace() -> None:
     found = findings_of(healthy() | {"/apis/apps/v1/deployments": []})
     remedies = {one.remedy for one in found if one.check == "release_is_incomplete"}
-    assert remedies == {"helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace"}
+    (remedy,) = remedies
+    assert remedy.startswith("helm install kvoffload charts/kvoffload -n kvoffload-system --create-namespace, with the")
+    assert "docs/install.md (Install the chart)" in remedy
+    assert "\n## Install the chart\n" in (REPOSITORY / "docs" / "install.md").read_text()
     half = [deployment("webhook", release="kv", namespace="serving")]
     (found_half, *_) = findings_of(healthy() | {"/apis/apps/v1/deployments": half})
     assert found_half.remedy == "helm upgrade kv charts/kvoffload -n serving"
+
+
+@pytest.mark.parametrize("namespace", ["kube-system", SYSTEM])
+def test_a_labelled_pod_where_the_webhook_is_never_asked_is_no_fault_of_the_webhook(namespace: str) -> None:
+    objects = healthy()
+    objects["/api/v1/pods"].append(pod("missed", injected=False, namespace=namespace))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.ERROR, "pod_is_not_injected")
+    assert f"never asked about pods of namespace {namespace}" in found.message
+    assert found.remedy == "run the pod in another namespace, or take the label off"
+
+
+def with_ready_pod(*, ready_at: str, serves_since: str = "2026-11-29T17:00:00Z", **pod_more: Any) -> dict[str, Any]:
+    """A healthy cluster with a third pod that no engine speaks for."""
+    objects = healthy()
+    alone = pod("alone", **pod_more)
+    alone["status"]["conditions"][0]["lastTransitionTime"] = ready_at
+    objects["/api/v1/pods"].append(alone)
+    (ready,) = [one for one in objects[REGIONS][0]["status"]["conditions"] if one["type"] == "Ready"]
+    ready["lastTransitionTime"] = serves_since
+    return objects
+
+
+@pytest.mark.parametrize(
+    ("times", "severity"),
+    [
+        ({"ready_at": "2026-11-29T18:00:00Z"}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:58:01Z"}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:58:00Z"}, Severity.ERROR),
+        ({"ready_at": "2026-11-29T17:30:00Z", "serves_since": "2026-11-29T17:58:01Z"}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:55:01Z", "probed": False}, Severity.WARNING),
+        ({"ready_at": "2026-11-29T17:55:00Z", "probed": False}, Severity.ERROR),
+    ],
+)
+def test_a_ready_pod_without_an_engine_is_named_at_once_and_is_an_error_after_two_minutes(
+    times: dict[str, Any], severity: Severity
+) -> None:
+    (found,) = findings_of(with_ready_pod(**times))
+    assert (found.severity, found.check, found.subject) == (severity, "pod_is_not_attached", "pod/team-a/alone")
+    assert ("may still load its weights" in found.message) is ("probed" in times)
+    assert "`Failed to load plugin kvoffload`: it was not imported, recreate the pod" in found.remedy
+
+
+def test_a_pod_where_the_region_does_not_serve_is_explained_by_the_region() -> None:
+    objects = with_ready_pod(ready_at="2026-11-29T17:30:00Z")
+    objects[REGIONS][0]["status"]["conditions"] = says("Ready", "NoHugetlbfs")["conditions"]
+    assert [one.check for one in findings_of(objects)] == ["region_does_not_serve"]
+
+
+def test_a_region_that_cannot_name_all_its_engines_makes_no_pod_unattached() -> None:
+    objects = with_ready_pod(ready_at="2026-11-29T17:30:00Z")
+    objects[REGIONS][0]["status"]["enginesAttached"] = 65
+    assert findings_of(objects) == []
+
+
+OTHERS_LINES = """\
+  File "/run/kvoffload/kvoffload_engine/plugin.py", line 12, in register
+INFO adding /run/kvoffload to sys.path, KVOFFLOAD_POOL=llm
+"""
+
+
+def test_the_log_command_of_the_remedy_shows_our_lines_and_no_paths() -> None:
+    source = "".join(one.read_text() for one in sorted((REPOSITORY / "agent" / "kvoffload_engine").rglob("*.py")))
+    ours = re.findall(r'logger\.\w+\(\s*f?"(kvoffload[^"]*)', source)
+    ours = [line.replace("%s", "0.1.0", 1) for line in ours] + ["Failed to load plugin kvoffload"]
+    assert len(ours) > 20
+    (found,) = findings_of(with_ready_pod(ready_at="2026-11-29T17:30:00Z"))
+    grep = re.search(r"\| (grep -E '[^']+')", found.remedy)
+    assert grep is not None
+    log = "".join(f"INFO {line}\n" for line in ours)
+    done = subprocess.run(["bash", "-c", grep[1]], input=log + OTHERS_LINES, capture_output=True, text=True, check=True)
+    assert done.stdout == log
+
+
+def upgraded(component: str, *, ready: int = 1, **status: Any) -> dict[str, Any]:
+    """The healthy cluster after a `helm upgrade` that asked another Deployment, whose new pod is not there yet."""
+    new = deployment(component, ready=ready)
+    new["status"] |= {"unavailableReplicas": 1, **status}
+    kept = [one for one in healthy()["/apis/apps/v1/deployments"] if one["metadata"]["name"] != new["metadata"]["name"]]
+    return healthy() | {"/apis/apps/v1/deployments": [*kept, new]}
+
+
+def pod_of(component: str, **status: Any) -> Object:
+    labels = deployment(component)["spec"]["selector"]["matchLabels"]
+    return pod("new-pod", namespace=SYSTEM, labels=labels, ready=False, injected=False, **status)
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+    return {"containerStatuses": [{"name": "c", "restartCount": 0, "state": state}]}
+
+
+NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes are available"}
+BACK = f"; or, after an upgrade, go back: helm rollback kvoffload -n {SYSTEM} --wait"
+
+
+@pytest.mark.parametrize("component", ["operator", "webhook"])
+@pytest.mark.parametrize(
+    ("status", "said", "remedy"),
+    [
+        (waiting("ErrImageNeverPull", "no image x:nope"), "c ErrImageNeverPull: no image x:nope", "push that image"),
+        (waiting("ImagePullBackOff"), "c ImagePullBackOff", "push that image"),
+        (waiting("InvalidImageName"), "c InvalidImageName", "push that image"),
+        (waiting("CrashLoopBackOff"), "c CrashLoopBackOff", f"kubectl -n {SYSTEM} logs new-pod --previous"),
+        (waiting("CreateContainerConfigError"), "c Create", f"kubectl -n {SYSTEM} describe pod new-pod"),
+        ({"conditions": [NO_NODE]}, "not scheduled: 0/2 nodes", f"kubectl -n {SYSTEM} describe pod new-pod"),
+    ],
+)
+def test_new_pods_of_operator_or_webhook_that_do_not_run_are_one_error(
+    component: str, status: dict[str, Any], said: str, remedy: str
+) -> None:
+    objects = upgraded(component)
+    objects["/api/v1/pods"].append(pod_of(component, **status))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.ERROR, "rollout_is_unfinished")
+    assert found.subject.startswith(f"deployment/{SYSTEM}/kvoffload-{component}")
+    assert found.message.startswith(f"its new pods do not run, the old pods still serve: pod new-pod: {said}")
+    assert found.remedy.startswith(remedy)
+    assert found.remedy.endswith(BACK)
+
+
+def test_an_image_that_is_not_there_is_said_where_no_old_pod_serves_too() -> None:
+    objects = upgraded("operator", ready=0)
+    objects["/api/v1/pods"].append(pod_of("operator", **waiting("ErrImagePull", "no image x:nope")))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.ERROR, "release_is_incomplete")
+    assert found.message.endswith("pools are not reconciled (pod new-pod: c ErrImagePull: no image x:nope)")
+    assert found.remedy.startswith("push that image")
+
+
+@pytest.mark.parametrize("words", ["ReplicaFailure", "Progressing"])
+def test_a_deployment_that_gives_up_is_an_error_in_its_own_words(words: str) -> None:
+    given_up = {"type": words, "status": "True" if words == "ReplicaFailure" else "False", "message": "why"}
+    (found,) = findings_of(upgraded("operator", conditions=[given_up]))
+    assert (found.severity, found.check) == (Severity.ERROR, "rollout_is_unfinished")
+    assert f"{words} is {given_up['status']}: why" in found.message
+    assert found.remedy == f"kubectl -n {SYSTEM} describe deployment kvoffload-operator{BACK}"
+
+
+@pytest.mark.parametrize(
+    "status",
+    [{}, {"unavailableReplicas": 0, "updatedReplicas": 0}, {"unavailableReplicas": 0, "observedGeneration": 0}],
+)
+def test_a_rollout_of_the_operator_that_goes_on_is_a_warning(status: dict[str, Any]) -> None:
+    objects = upgraded("operator", **status)
+    objects["/api/v1/pods"].append(pod_of("operator", **waiting("ContainerCreating")))
+    (found,) = findings_of(objects)
+    assert (found.severity, found.check) == (Severity.WARNING, "rollout_is_unfinished")
+    assert found.message == "a rollout is under way, the old pods still serve"
+
+
+def test_a_pod_that_ends_is_no_new_pod_that_fails() -> None:
+    objects = healthy()
+    ending = pod_of("operator", **waiting("CrashLoopBackOff"))
+    ending["metadata"]["deletionTimestamp"] = "2026-11-29T18:00:30Z"
+    objects["/api/v1/pods"].append(ending)
+    assert findings_of(objects) == []

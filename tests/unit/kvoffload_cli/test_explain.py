@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import NOW, FixtureReader, ailing, engine, healthy, pod, pool
+from fixtures.cli.cluster import NOW, SYSTEM, FixtureReader, ailing, deployment, engine, healthy, pod, pool
 from kvoffload.api.keys import SkipReason
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.explain import as_document, explain_pod, render
@@ -103,9 +103,9 @@ def answers_about(one: dict[str, Any], **objects: Any) -> dict[str, list[str]]:
     """What explain says of a pod in the healthy cluster."""
     cluster = healthy() | objects
     cluster["/api/v1/pods"] = [one]
-    name = one["metadata"]["name"]
-    facts = observe_pod(FixtureReader(cluster), namespace="team-a", name=name, now=NOW)
-    return as_document(explain_pod(facts, namespace="team-a", name=name))
+    name, namespace = one["metadata"]["name"], one["metadata"]["namespace"]
+    facts = observe_pod(FixtureReader(cluster), namespace=namespace, name=name, now=NOW)
+    return as_document(explain_pod(facts, namespace=namespace, name=name))
 
 
 def with_label_of(manager: str, *, time: str, creates: bool) -> dict[str, Any]:
@@ -134,6 +134,22 @@ def with_label_of(manager: str, *, time: str, creates: bool) -> dict[str, Any]:
 )
 def test_the_webhook_is_not_blamed_for_a_label_that_came_later(missed: dict[str, Any], expected: str) -> None:
     assert expected in answers_about(missed)["injected"][0]
+
+
+@pytest.mark.parametrize("namespace", ["kube-system", SYSTEM])
+def test_the_webhook_is_not_blamed_where_it_is_never_asked(namespace: str) -> None:
+    in_release = {f"/apis/apps/v1/namespaces/{SYSTEM}/deployments": [deployment("operator")]}
+    answer = answers_about(pod("missed", injected=False, namespace=namespace), **in_release)["injected"]
+    assert answer[0].startswith(f"no: the webhook is never asked about pods of namespace {namespace}")
+    assert answer[1].startswith("run the pod in another namespace")
+
+
+def test_a_missed_pod_of_a_pool_for_some_namespaces_is_told_what_its_namespace_needs_as_well() -> None:
+    some = {POOLS: [pool("llm", namespaceSelector={"matchLabels": {"team": "a"}})]}
+    (_, remedy) = answers_about(pod("missed", injected=False), **some)["injected"]
+    assert remedy.endswith("; its namespace must have the labels of the namespaceSelector of pool llm")
+    (_, remedy) = answers_about(pod("missed", injected=False))["injected"]
+    assert "namespaceSelector" not in remedy
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,58 @@ def test_no_window_is_seen_where_the_configuration_switches_it_off() -> None:
         ({**TINY_LLAMA, "attn_type_list": [0, 1]}, "attn_type_list"),
         ({**TINY_LLAMA, "layer_types": ["compressed_sparse_attention", "full_attention"]}, "1 of 2 layers compressed"),
         ({"model_type": "clip"}, "num_hidden_layers"),
-        ({"model_type": "x", "num_hidden_layers": 2}, "neither head_dim nor num_attention_heads"),
+        ({"model_type": "x", "num_hidden_layers": 2}, "neither num_key_value_heads nor num_attention_heads"),
+        (
+            {"model_type": "x", "num_hidden_layers": 2, "num_key_value_heads": 2},
+            "neither head_dim nor num_attention_heads",
+        ),
+        ({"model_type": "x", "num_hidden_layers": 2, "head_dim": 64}, "neither num_key_value_heads nor num_attention"),
+        ({**TINY_LLAMA, "head_dim": None, "hidden_size": 3}, "hidden_size is less than its 4 attention heads"),
+        ({**TINY_LLAMA, "layer_types": [{"full_attention": 1}, "full_attention"]}, "1 of 2 layers"),
     ],
 )
 def test_configuration_that_cannot_be_sized_is_refused_with_the_reason(config: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidSpec, match=message):
         read_shape(config)
+
+
+TINY_MLA = {
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+OF_LLAMA = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+OF_MLA = ("num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
+FIELDS = [(TINY_LLAMA, key) for key in OF_LLAMA] + [(TINY_MLA, key) for key in OF_MLA]
+
+
+@pytest.mark.parametrize(("config", "key"), [*FIELDS, ({**TINY_LLAMA, "head_dim": None}, "hidden_size")])
+@pytest.mark.parametrize("value", [0, -1, "64", 64.0, True, [64], 10**30])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_field_of_the_formula_that_is_no_dimension_is_refused_by_name(
+    config: dict[str, object], key: str, value: object, nested: bool
+) -> None:
+    wrong = {**config, key: value}
+    with pytest.raises(InvalidSpec, match=key if value != 10**30 else f"{key}|layers"):
+        read_shape({"model_type": "vlm", "text_config": wrong} if nested else wrong)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim"])
+def test_a_field_of_the_formula_for_latents_is_not_guessed(key: str) -> None:
+    assert plan_kv_bytes(read_shape(TINY_MLA), tensor_parallel=1).bytes_per_token == 2 * ((512 + 64) * 2 + 132)
+    with pytest.raises(InvalidSpec, match=f"no positive {key}"):
+        read_shape({name: value for name, value in TINY_MLA.items() if name != key})
+
+
+def test_a_model_type_with_latents_and_none_in_the_configuration_is_planned_by_its_heads() -> None:
+    """As vLLM does, which takes `null` for the answer."""
+    shape = read_shape({**TINY_MLA, "kv_lora_rank": None, "head_dim": 64})
+    assert (shape.attention, shape.num_kv_heads) == (AttentionKind.GROUPED_QUERY, 4)
 
 
 def test_unknown_kv_dtype_names_the_known_ones() -> None:

@@ -101,6 +101,11 @@ def test_newest_snapshot_of_the_local_hub_cache_is_found(tmp_path: Path) -> None
     assert source == str(snapshot / "config.json")
 
 
+def test_a_folder_without_a_configuration_is_not_said_to_be_absent(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match=rf"^{tmp_path} has no config\.json; give the folder of a model"):
+        read_config(str(tmp_path), hub_cache=tmp_path)
+
+
 def test_unknown_model_says_what_to_give() -> None:
     with pytest.raises(InvalidSpec, match=r"give the path of its config\.json"):
         read_config("no/such-model", hub_cache=Path("/nonexistent"))
@@ -110,7 +115,7 @@ def test_unknown_model_says_what_to_give() -> None:
     ("arguments", "message"),
     [
         (["--quota", "a=1:0"], "needed guaranteed <= limit <= capacity"),
-        (["--quota", "a=3Gi", "--quota", "b=2Gi"], "spec.quotas: 5368709120 bytes are guaranteed in all"),
+        (["--quota", "a=3Gi", "--quota", "b=2Gi"], "spec.quotas: 5Gi are guaranteed in all, the capacity is 4Gi"),
         (["--quota", "a=1Gi", "--quota", "a=1Gi"], "spec.quotas[1].namespace: a has a quota already"),
         (["--quota", f"{'n' * 64}=1Gi"], "spec.quotas.0.namespace: String should have at most 63 characters"),
         (["--quota", "Team A: {=1Gi"], "spec.quotas.0.namespace: String should match pattern"),
@@ -206,6 +211,36 @@ def test_chunk_larger_than_an_extent_is_refused_with_what_to_change() -> None:
         plan_sizing(
             Engine(shape=LLAMA_70B, tensor_parallel=8, block_tokens=256), capacity_bytes=64 * GIB, page_name="2Mi"
         )
+
+
+@pytest.mark.parametrize(
+    ("capacity", "advice"),
+    [("2Mi", "32Mi"), ("6Mi", "32Mi"), ("34Mi", "36Mi"), ("66Mi", "68Mi")],
+)
+def test_a_pool_that_is_cut_too_short_for_a_chunk_is_told_which_capacity_helps(capacity: str, advice: str) -> None:
+    asked = ["plan", "--model", "Qwen/Qwen3-32B", "--tp", "4", "--capacity"]
+    error = str(CliRunner().invoke(app, [*asked, capacity]).exception)
+    assert error == (
+        f"one chunk needs 4Mi (4,194,304 bytes), more than an extent of 2Mi, into which a pool of {capacity} is cut; "
+        f"use --capacity {advice}"
+    )
+    assert CliRunner().invoke(app, [*asked, advice]).exit_code == 0
+
+
+@pytest.mark.parametrize(("block_size", "helps"), [("65536", False), ("256", True)])
+def test_large_pages_are_advised_only_where_they_hold_a_chunk(block_size: str, helps: bool) -> None:
+    asked = ["plan", "-m", "meta-llama/Llama-3.1-70B-Instruct", "--tp", "8", "--capacity", "64Gi"]
+    error = str(CliRunner().invoke(app, [*asked, "--block-size", block_size]).exception)
+    assert ("--page-size 1Gi" in error) is helps
+    assert "a smaller --block-size" in error
+
+
+def test_options_have_vllm_s_own_names_as_well() -> None:
+    ours = ["--tp", "8", "--pp", "2", "--nodes", "1", "--kv-dtype", "fp8"]
+    names = ("--tensor-parallel-size", "--pipeline-parallel-size", "--nnodes", "--kv-cache-dtype")
+    theirs = [word for name, value in zip(names, ours[1::2], strict=True) for word in (name, value)]
+    asked = ["-m", "deepseek-ai/DeepSeek-V3", "--capacity", "64Gi", "-o", "json"]
+    assert run_plan(*asked, *theirs) == run_plan(*asked, *ours)
 
 
 def test_capacity_between_pages_names_the_nearest() -> None:

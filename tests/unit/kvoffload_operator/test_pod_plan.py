@@ -7,7 +7,7 @@ import pytest
 
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload_operator.observe import ObservedPod
-from kvoffload_operator.reconcilers.pod import is_unattached, plan_pod
+from kvoffload_operator.reconcilers.pod import PodPlan, is_unattached, plan_pod
 from kvoffload_operator.resources.region import build_region, build_region_spec
 from operator_builders import NOW, spec_of
 
@@ -44,7 +44,11 @@ def engine(**changes: Any) -> dict[str, Any]:
 
 
 def reasons(given: ObservedPod, at: KVOffloadRegion | None) -> list[str]:
-    return [plan.reason for plan in plan_pod(given, at, now=NOW, unattached_after=AFTER)]
+    return [plan.reason for plan in plans_of(given, at)]
+
+
+def plans_of(given: ObservedPod, at: KVOffloadRegion | None = None) -> list[PodPlan]:
+    return plan_pod(given, at, now=NOW, unattached_after=AFTER, namespace="kvoffload-system")
 
 
 @pytest.mark.parametrize(
@@ -81,9 +85,31 @@ def test_what_is_said_of_a_pod(given: ObservedPod, at: KVOffloadRegion | None, e
 
 
 def test_only_what_mode_observe_left_alone_is_no_warning() -> None:
-    observed = plan_pod(pod(injected="", skip_reason="PoolObserved"), None, now=NOW, unattached_after=AFTER)
-    skipped = plan_pod(pod(injected="", skip_reason="MultiNode"), None, now=NOW, unattached_after=AFTER)
+    observed = plans_of(pod(injected="", skip_reason="PoolObserved"))
+    skipped = plans_of(pod(injected="", skip_reason="MultiNode"))
     assert [plan.warning for plan in (*observed, *skipped)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("late", "said", "remedy"),
+    [
+        (True, "came after the pod was created, and the webhook looks at new pods only", "put the label into the pod"),
+        (False, ": no webhook answered when the pod was created", "recreate the pod"),
+        (None, "came after the pod was created, or no webhook answered then", "recreate the pod"),
+    ],
+)
+def test_the_webhook_is_not_blamed_for_a_label_that_came_later(late: bool | None, said: str, remedy: str) -> None:
+    (plan,) = plans_of(pod(injected="", label_is_late=late))
+    assert (plan.reason, plan.warning) == ("MissedByWebhook", True)
+    assert said in plan.note
+    assert remedy in plan.note
+
+
+@pytest.mark.parametrize("namespace", ["kube-system", "kvoffload-system"])
+def test_a_pod_where_the_webhook_is_never_asked_was_not_missed(namespace: str) -> None:
+    (plan,) = plans_of(pod(injected="", namespace=namespace))
+    assert plan.reason == "NotInjected"
+    assert "NamespaceNotAllowed" in plan.note
 
 
 def test_a_pod_becomes_unattached_exactly_when_its_time_is_over() -> None:

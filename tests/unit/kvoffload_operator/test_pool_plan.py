@@ -175,11 +175,26 @@ def test_pages_of_another_pool_on_the_node_are_not_counted_twice() -> None:
     assert "other on 1 nodes" in status_condition(plan, "Degraded").message
 
 
+@pytest.mark.parametrize("observes", ["main", "other"])
+def test_a_pool_that_only_observes_overlaps_none_and_none_overlaps_it(observes: str) -> None:
+    manifests = {
+        name: pool_manifest(name, mode="Observe" if name == observes else "Active") for name in ("main", "other")
+    }
+    pools = {name: observe_pool(manifest) for name, manifest in manifests.items()}
+    plan = plan_pool(facts(manifests["main"], pools=pools), OPTIONS)
+    assert status_condition(plan, "Degraded").reason == "AsAsked"
+
+
 def test_a_pool_that_asks_more_than_any_node_has_says_so() -> None:
-    plan = plan_pool(facts(pool_manifest(capacity="2Gi"), regions={}), OPTIONS)
+    plan = plan_pool(facts(pool_manifest(capacity="2Gi"), regions={}, daemonset=None, daemon_pods={}), OPTIONS)
     found = status_condition(plan, "HugepagesAvailable")
     assert (found.status, found.reason) == ("False", "ExceedsEveryNode")
     assert "the most is 1Gi" in found.message
+    provisioned = status_condition(plan, "RegionsProvisioned")
+    assert (provisioned.status, provisioned.reason) == ("False", "NodesShortOfPages")
+    assert "none of 2 nodes has the pages" in provisioned.message
+    assert plan.status is not None
+    assert [one.condition.reason for one in find_transitions({}, plan.status) if not one.is_warning] == ["NoNodeReady"]
 
 
 def test_a_pool_that_matches_no_node_says_with_which_label() -> None:
@@ -218,6 +233,13 @@ def test_the_daemon_s_pod_decides_where_not_all_are_available(
     assert plan.nodes[0].state == state
     violation = plan.nodes[0].violation
     assert (violation.reason if violation else None) == reason
+
+
+def test_a_daemon_that_is_being_started_points_to_what_knows_why_it_lasts() -> None:
+    node = observe_node(node_manifest("a", labels=RUN))
+    pods = {"a": ObservedDaemonPod("d", "a", False, "")}
+    plan = plan_pool(facts(nodes=(node,), regions={}, daemon_pods=pods), OPTIONS)
+    assert "`kubectl kvoffload doctor` says why" in status_condition(plan, "RegionsProvisioned").message
 
 
 TAINT = {"key": "dedicated", "value": "training", "effect": "NoSchedule"}

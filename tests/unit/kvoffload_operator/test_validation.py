@@ -27,10 +27,10 @@ def test_a_good_spec_has_no_errors_and_only_deserved_warnings() -> None:
         ({"capacity": 1}, "the nearest multiples are 2Mi"),
         ({"capacity": 0}, "the nearest multiples are 2Mi"),
         ({"capacity": "64Mi", "pageSize": "1Gi"}, "the nearest multiples are 1Gi"),
-        ({"quotas": [{"namespace": "a", "guaranteed": "2Gi"}]}, "spec.quotas: 2147483648 bytes are guaranteed in all"),
+        ({"quotas": [{"namespace": "a", "guaranteed": "2Gi"}]}, "spec.quotas: 2Gi are guaranteed in all"),
         (
             {"quotas": [{"namespace": "a", "guaranteed": "2Mi", "limit": "1Mi"}]},
-            "spec.quotas[0].guaranteed: 2097152 is more than the limit 1048576",
+            "spec.quotas[0].guaranteed: 2Mi is more than the limit 1Mi",
         ),
         ({"quotas": [{"namespace": "a"}, {"namespace": "a"}]}, "spec.quotas[1].namespace: a has a quota already"),
         ({"nodeSelector": {"a b": "c"}}, "spec.nodeSelector[a b]: 'a b' is no label key"),
