@@ -140,9 +140,8 @@ def row(before: NodeSample | None, after: NodeSample) -> list[str]:
     hits = rate(before, after, "kvoffload_lookups_total{result=hit}")
     lookups = rate(before, after, "kvoffload_lookups_total")
     # those that run without offload attached only to say why
-    engines = values.get("kvoffload_engines", 0.0) - values.get(
-        f"kvoffload_engines{{layout={ConfirmedLayout.LEFT_ALONE}}}", 0.0
-    )
+    left_alone = values.get(f"kvoffload_engines{{layout={ConfirmedLayout.LEFT_ALONE}}}", 0.0)
+    engines = values.get("kvoffload_engines", 0.0) - left_alone
     return [
         after.pod.node,
         after.pod.pool,
