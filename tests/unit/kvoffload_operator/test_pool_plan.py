@@ -194,7 +194,9 @@ def test_a_pool_that_asks_more_than_any_node_has_says_so() -> None:
     assert (provisioned.status, provisioned.reason) == ("False", "NodesShortOfPages")
     assert "none of 2 nodes has the pages" in provisioned.message
     assert plan.status is not None
-    assert [one.condition.reason for one in find_transitions({}, plan.status) if not one.is_warning] == ["NoNodeReady"]
+    assert [
+        one.condition.reason for one in find_transitions(KVOffloadPoolStatus(), plan.status) if not one.is_warning
+    ] == ["NoNodeReady"]
 
 
 def test_a_pool_that_matches_no_node_says_with_which_label() -> None:
