@@ -3,7 +3,7 @@
 `python -m hack.chart` builds what the cache lacks; run by `make test-unit` before tests/chart. kubeconform would fetch
 schemas from the network; ours are written from the OpenAPI documents that the Go module of Kubernetes carries, which
 the cluster is built from as well, so that manifests are held against the very version that they are tried on, and from
-the CRDs in the Go modules of cert-manager and the Prometheus operator.
+other projects' CRDs (hack/foreign_crds.py).
 """
 
 import json
@@ -19,6 +19,7 @@ from hack.cluster.packages import PROMTOOL, ensure_packages
 from hack.cluster.programs import PROGRAMS, GoProgram, download_module, ensure_program
 from hack.cluster.settings import KUBERNETES_VERSION
 from hack.console import main_guard, step
+from hack.foreign_crds import FOREIGN_CRDS, VERSIONS, find_foreign_crd
 
 HELM = next(program for program in PROGRAMS if program.name == "helm")
 HELM_UNITTEST = GoProgram(
@@ -36,15 +37,6 @@ KUBECONFORM = GoProgram(
     packages=("github.com/yannh/kubeconform/cmd/kubeconform",),
     binaries=("kubeconform",),
 )
-CERT_MANAGER = ("github.com/cert-manager/cert-manager", "1.21.2")
-PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "0.85.0")
-"""Module and version. Only the kinds' schemas are taken from it: nothing is built."""
-FOREIGN_CRDS = (
-    (CERT_MANAGER, "deploy/crds/cert-manager.io_certificates.yaml"),
-    (PROMETHEUS_OPERATOR, "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml"),
-    (PROMETHEUS_OPERATOR, "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml"),
-)
-"""CRDs of the kinds that the chart makes and that are neither Kubernetes' nor ours."""
 SCHEMA_LOCATION = "{{.Group}}-{{.ResourceAPIVersion}}-{{.ResourceKind}}.json"
 """Name of a kind's schema as kubeconform spells it: kind in small letters; the core group is `v1`, as its version."""
 
@@ -77,7 +69,7 @@ def find_chart_tools() -> ChartTools:
         helm_unittest=HELM_UNITTEST.folder / "helm-unittest",
         kubeconform=KUBECONFORM.folder / "kubeconform",
         schemas=cache_root() / "programs" / f"kubernetes-schemas-{KUBERNETES_VERSION}",
-        foreign_schemas=cache_root() / "programs" / f"crd-schemas-{CERT_MANAGER[1]}-{PROMETHEUS_OPERATOR[1]}",
+        foreign_schemas=cache_root() / "programs" / f"crd-schemas-{VERSIONS}",
     )
 
 
@@ -95,12 +87,9 @@ def ensure_chart_tools() -> ChartTools:
                     for name, schema in kind_schemas(json.loads(path.read_text())):
                         (target / name).write_text(json.dumps(schema))
     if not tools.foreign_schemas.exists():
-        with (
-            step("Writing JSON schemas from the CRDs of cert-manager and the Prometheus operator"),
-            made_whole(tools.foreign_schemas) as target,
-        ):
-            for module, crd in FOREIGN_CRDS:
-                name, schema = crd_schema(yaml.safe_load((download_module(*module) / crd).read_text()))
+        with step("Writing JSON schemas from other projects' CRDs"), made_whole(tools.foreign_schemas) as target:
+            for kind in FOREIGN_CRDS:
+                name, schema = crd_schema(yaml.safe_load(find_foreign_crd(kind).read_text()))
                 (target / name).write_text(json.dumps(schema))
     return tools
 

@@ -7,8 +7,8 @@ main.go runs the same controllers and CA injector from the packages of its main 
 from pathlib import Path
 
 from hack.cache import cache_root
-from hack.chart import CERT_MANAGER
 from hack.cluster.programs import GoProgram, download_module, ensure_program
+from hack.foreign_crds import CERT_MANAGER
 
 PROGRAM = GoProgram(
     name="cert-manager",

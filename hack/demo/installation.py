@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hack.cache import REPOSITORY
+from hack.cluster.settings import KUBERNETES_VERSION
 from hack.console import StepError, wait_until
 from hack.demo.kubernetes import Kubernetes, condition_status, describe_conditions
 from hack.images.build import NODE, OPERATOR, BuiltImages
@@ -45,6 +48,16 @@ def install_chart(
     except StepError as failure:
         pods = kubernetes.describe_pods(namespace=namespace, selector="app.kubernetes.io/name=kvoffload")
         raise StepError(f"{failure}\n{pods}", log=kubernetes.settings.logs / "pods") from None
+
+
+def render_pod_monitor(kubernetes: Kubernetes) -> dict[str, Any]:
+    """Return the release's PodMonitor as the chart renders it; nothing is installed."""
+    text = kubernetes.helm(
+        "template", RELEASE, CHART, f"--namespace={NAMESPACE}", f"--kube-version={KUBERNETES_VERSION}",
+        "--set=monitoring.podMonitor.enabled=true", "--show-only=templates/monitoring/podmonitor.yaml",
+    )  # fmt: skip
+    monitor: dict[str, Any] = yaml.safe_load(text)
+    return monitor
 
 
 def uninstall_chart(kubernetes: Kubernetes, *, release: str = RELEASE, namespace: str = NAMESPACE) -> None:

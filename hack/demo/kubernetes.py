@@ -64,7 +64,7 @@ class Kubernetes:
         arguments = ["delete", kind, name, "--ignore-not-found", "--wait=true", "--timeout=90s"]
         self.kubectl(*arguments, *([f"--namespace={namespace}"] if namespace else []))
 
-    def pods(self, *, namespace: str, selector: str) -> list[dict[str, Any]]:
+    def pods(self, *, namespace: str, selector: str = "") -> list[dict[str, Any]]:
         """Return the pods that match and are not being deleted."""
         listed = self.get("pods", namespace=namespace, selector=selector)["items"]
         return [pod for pod in listed if "deletionTimestamp" not in pod["metadata"]]

@@ -17,6 +17,9 @@ from hack.docs.panels import ROWS, Panel, dashboard_queries
 
 PATH = Path(__file__).resolve().parents[2] / "charts" / "kvoffload" / "dashboards" / "kvoffload.json"
 COLUMNS = 24
+VARIABLES = ("pool", "node")
+VARIABLES_OF = "kvoffload_pool_capacity_bytes"
+"""Labels that the dashboard's variables choose by, and the metric whose values of them they offer."""
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -33,7 +36,7 @@ def build_dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
-                *(_variable(name) for name in ("pool", "node")),
+                *(_variable(name) for name in VARIABLES),
             ]
         },
         "panels": list(_panels()),
@@ -41,7 +44,7 @@ def build_dashboard() -> dict[str, Any]:
 
 
 def _variable(name: str) -> dict[str, Any]:
-    query = f"label_values(kvoffload_pool_capacity_bytes, {name})"
+    query = f"label_values({VARIABLES_OF}, {name})"
     return {
         "name": name,
         "type": "query",

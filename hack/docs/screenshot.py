@@ -3,11 +3,14 @@
     python -m hack.docs.screenshot http://127.0.0.1:9090 [--minutes 15] [--out docs/images/dashboard.png]
 
 Writes the page beside the picture's name as .html into build/, and photographs it with headless Chromium (Debian's
-`chromium`). Grafana is not needed, and not here.
+`chromium`). Grafana is not needed, and not here. Beside the picture it writes a .json, which says of what panels and
+queries this very picture is.
 """
 
 import argparse
+import hashlib
 import html
+import json
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WIDTH, PANEL_HEIGHT, ROW_HEIGHT, MARGIN = 1280, 190, 34, 16
 PLOT = {"left": 84, "right": 10, "top": 8, "bottom": 22}
 COLOURS = ("#3274d9", "#56a64b", "#f2cc0c", "#e02f44", "#a352cc", "#ff780a", "#37872d", "#8ab8ff")
+MANY = len(COLOURS)
+"""More series than this: those that never happened are only counted."""
 POINTS = 120
 
 STYLE = """
@@ -36,6 +41,7 @@ h1 { font-size: 16px; margin: 14px 16px 4px; } p { margin: 0 16px 10px; color: #
 .figure { grid-column: span 3; } .figure b { font-size: 30px; color: #37872d; display: block; padding: 8px 0; }
 .row { grid-column: span 12; font-size: 14px; font-weight: bold; padding-top: 6px; }
 .title { font-weight: bold; } .legend span { margin-right: 12px; white-space: nowrap; }
+.legend span::before { content: '\\25a0  '; color: var(--of); }
 """
 
 
@@ -48,12 +54,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     end = time.time()
     page = build_page(options.prometheus, start=end - options.minutes * 60, end=end)
-    source = ROOT / "build" / f"{options.out.stem}.html"
+    source = page_of(options.out)
     source.parent.mkdir(exist_ok=True)
     source.write_text(page)
     photograph(source, options.out)
+    label_of(options.out).write_text(json.dumps(build_label(options.out), indent=1) + "\n")
     sys.stdout.write(f"{options.out} written\n")
     return 0
+
+
+def page_of(picture: Path) -> Path:
+    """The page that a picture is of."""
+    return ROOT / "build" / f"{picture.stem}.html"
+
+
+def label_of(picture: Path) -> Path:
+    """The file that says what a picture shows."""
+    return picture.with_suffix(".json")
+
+
+def build_label(picture: Path) -> dict[str, str]:
+    """Digests of the picture, and of what of the panels it shows: where one differs the picture is to be drawn anew."""
+    shown = [
+        (row.title, panel.title, panel.unit.value, panel.is_figure, panel.stacked, query.expression, query.legend)
+        for row in ROWS
+        for panel in row.panels
+        for query in panel.queries
+    ]
+    return {
+        "panels": hashlib.sha256(json.dumps(shown).encode()).hexdigest(),
+        "picture": hashlib.sha256(picture.read_bytes()).hexdigest(),
+    }
 
 
 def build_page(url: str, *, start: float, end: float) -> str:
@@ -83,12 +114,13 @@ def draw_panel(panel: Panel, drawn: list[tuple[Query, Series]], *, start: float,
         value = drawn[0][1].points[-1][1] if drawn else None
         return f"<div class='panel figure'>{title}<b>{'-' if value is None else show(value, panel.unit)}</b></div>"
     rest = ""
-    if len(drawn) > len(COLOURS):  # every reason that there is: those that never happened have no colour and no line
+    if len(drawn) > MANY:  # every reason that there is: those that never happened have no colour and no line
         happened = [(query, series) for query, series in drawn if any(value for _, value in series.points)]
-        rest, drawn = f" {len(drawn) - len(happened)} others are 0", happened
+        if len(happened) < len(drawn):
+            rest = f" {len(drawn) - len(happened)} others are 0" if happened else f"all {len(drawn)} are 0"
+            drawn = happened
     legends = " ".join(
-        f"<span><font color='{COLOURS[number % len(COLOURS)]}'>&#9632;</font> "
-        f"{html.escape(legend(query, series))}</span>"
+        f"<span style='--of: {colour(number)}'>{html.escape(legend(query, series))}</span>"
         for number, (query, series) in enumerate(drawn)
     )
     graph = draw_graph([series for _, series in drawn], panel, start=start, end=end)
@@ -119,12 +151,17 @@ def draw_graph(series: list[Series], panel: Panel, *, start: float, end: float) 
         text = f"{datetime.fromtimestamp(at, UTC):%H:%M}"
         parts.append(f"<text x='{x}' y='{PANEL_HEIGHT - 6}' fill='#6e7781'>{text}</text>")
     for number, points in reversed(list(enumerate(stacked))):
-        colour, line = COLOURS[number % len(COLOURS)], " ".join(place(*point) for point in points)
+        drawn_in, line = colour(number), " ".join(place(*point) for point in points)
         if panel.stacked and points:
             base = f"{place(points[-1][0], 0)} {place(points[0][0], 0)}"
-            parts.append(f"<polygon points='{line} {base}' fill='{colour}' fill-opacity='0.35'/>")
-        parts.append(f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'/>")
+            parts.append(f"<polygon points='{line} {base}' fill='{drawn_in}' fill-opacity='0.35'/>")
+        parts.append(f"<polyline points='{line}' fill='none' stroke='{drawn_in}' stroke-width='1.6'/>")
     return "".join(parts) + "</svg>"
+
+
+def colour(number: int) -> str:
+    """A colour for each series of a graph, no two alike: past the chosen ones a hue between those before it."""
+    return COLOURS[number] if number < len(COLOURS) else f"hsl({number * 137.508 % 360:.0f} 45% 40%)"
 
 
 def stack(series: list[Series]) -> list[tuple[tuple[float, float], ...]]:
@@ -163,15 +200,19 @@ def show(value: float, unit: Unit) -> str:
     return f"{value:.3g}" + ("/s" if unit is Unit.PER_SECOND else "")
 
 
+def page_height() -> int:
+    """Pixels that the page needs."""
+    graphs = [sum(not panel.is_figure for panel in row.panels) for row in ROWS]
+    return 150 + sum(ROW_HEIGHT + -(-number // 2) * (PANEL_HEIGHT + 62) for number in graphs)
+
+
 def photograph(source: Path, out: Path) -> None:
     """Render a page to a PNG as high as it is; installs Chromium where there is none."""
     ensure_packages(cache_root() / "logs" / "chromium.log", CHROMIUM)
-    graphs = [sum(not panel.is_figure for panel in row.panels) for row in ROWS]
-    height = 150 + sum(ROW_HEIGHT + -(-number // 2) * (PANEL_HEIGHT + 62) for number in graphs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += [f"--user-data-dir={profile}", f"--window-size={WIDTH},{height}", f"--screenshot={out}"]
+        command += [f"--user-data-dir={profile}", f"--window-size={WIDTH},{page_height()}", f"--screenshot={out}"]
         subprocess.run([*command, source.as_uri()], check=True, capture_output=True, timeout=120)
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from chart_rendering import render
 from hack.console import wait_until
+from hack.demo.discovery import pod_monitor_job
 from hack.demo.prometheus import Prometheus, running_prometheus
 from hack.docs.panels import dashboard_queries
 from kvoffload_operator import metrics
@@ -40,10 +41,15 @@ class Target:
 
     def pods(self, **_: str) -> list[dict[str, Any]]:
         """As `Kubernetes.pods` gives them."""
-        labels = {"app.kubernetes.io/component": "operator"}
-        ports = [{"name": "metrics", "containerPort": self.server.server_port}]
-        pod = {"metadata": {"labels": labels}, "spec": {"nodeName": "n", "containers": [{"ports": ports}]}}
-        return [{**pod, "status": {"phase": "Running", "podIP": "127.0.0.1"}}]
+        labels = {"app.kubernetes.io/name": "kvoffload", "app.kubernetes.io/component": "operator"}
+        container = {"name": "operator", "ports": [{"name": "metrics", "containerPort": self.server.server_port}]}
+        return [
+            {
+                "metadata": {"name": "operator-0", "namespace": "ns", "uid": "u", "labels": labels},
+                "spec": {"nodeName": "n", "containers": [container]},
+                "status": {"phase": "Running", "podIP": "127.0.0.1", "hostIP": "127.0.0.1"},
+            }
+        ]
 
 
 @pytest.fixture
@@ -66,8 +72,10 @@ def prometheus(helm: str, target: Target, tmp_path: Path) -> Iterator[Prometheus
     rules = yaml.safe_load((Path(__file__).parents[2] / "charts/kvoffload/rules/kvoffload.yaml").read_text())
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
     short = [f"monitoring.prometheusRule.alerts.{alert}.for=1s" for alert in alerts]
-    (rule,) = render(helm, "monitoring.prometheusRule.enabled=true", *short)["PrometheusRule"]
-    with running_prometheus(target, tmp_path, rules=yaml.safe_dump(rule["spec"])) as running:  # type: ignore[arg-type]
+    rendered = render(helm, "monitoring.prometheusRule.enabled=true", "monitoring.podMonitor.enabled=true", *short)
+    (rule,), (monitor,) = rendered["PrometheusRule"], rendered["PodMonitor"]
+    rules, job = yaml.safe_dump(rule["spec"]), pod_monitor_job(monitor)
+    with running_prometheus(target, tmp_path, rules=rules, job=job) as running:  # type: ignore[arg-type]
         wait_until("the first scrape", lambda: running.query(ERRORS) != [], timeout_seconds=TIMEOUT_SECONDS)
         yield running
 

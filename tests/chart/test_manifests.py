@@ -16,7 +16,6 @@ from printed_commands import documentation_pages
 
 CHART = REPOSITORY / "charts" / "kvoffload"
 EXAMPLES = REPOSITORY / "examples"
-STUBS = REPOSITORY / "tests" / "fixtures" / "crds"
 DIGEST = "sha256:" + "a" * 64
 VALUES = {
     "defaults": [],
@@ -64,9 +63,9 @@ def render(helm: str, *values: str, file: Path = CHART / "values.yaml") -> str:
 
 @pytest.fixture(scope="module")
 def our_schemas(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the schemas of our own kinds, and of the stubs of the examples' kinds, which no module has."""
+    """A folder of the schemas of our own kinds."""
     folder = tmp_path_factory.mktemp("schemas")
-    for path in (*(REPOSITORY / "crds").glob("*.yaml"), *STUBS.glob("*.yaml")):
+    for path in (REPOSITORY / "crds").glob("*.yaml"):
         name, schema = crd_schema(yaml.safe_load(path.read_text()))
         (folder / name).write_text(json.dumps(schema))
     return folder

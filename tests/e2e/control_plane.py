@@ -29,6 +29,7 @@ from hack.cache import REPOSITORY
 from hack.cluster.programs import PROGRAMS
 
 NAMESPACE = "kvoffload-system"
+CHART = REPOSITORY / "charts" / "kvoffload"
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -236,10 +237,17 @@ def running_control_plane(folder: Path) -> Iterator[ControlPlane]:
                 process.wait()
 
 
-def render_chart(*values: str) -> list[dict[str, Any]]:
-    """The chart's objects, and its CRDs first."""
+def render_chart(*values: str, chart: Path = CHART, namespace: str = NAMESPACE) -> list[dict[str, Any]]:
+    """A chart's objects, and its CRDs first; its name is the release's."""
     sets = [argument for value in values for argument in ("--set", value)]
-    command = [program("helm"), "template", "kvoffload", REPOSITORY / "charts/kvoffload", "-n", NAMESPACE]
+    command = [
+        program("helm"),
+        "template",
+        chart.name,
+        chart,
+        "-n",
+        namespace,
+    ]
     done = subprocess.run(
         [*map(str, command), "--kube-version=1.37.2", "--include-crds", *sets],
         check=True,
@@ -303,9 +311,9 @@ class OperatorProcess:
         return f"{self.name} is the leader" in self.log.read_text()
 
 
-def operator_token(plane: ControlPlane, account: str = "kvoffload-operator") -> str:
-    """A token of the chart's service account."""
-    return plane.kubectl("create", "token", account, "-n", NAMESPACE, "--duration=4h").strip()
+def operator_token(plane: ControlPlane, account: str = "kvoffload-operator", *, namespace: str = NAMESPACE) -> str:
+    """A token of a chart's service account."""
+    return plane.kubectl("create", "token", account, "-n", namespace, "--duration=4h").strip()
 
 
 def start_operator(plane: ControlPlane, name: str = "operator-a", *, url: str = "", **settings: str) -> OperatorProcess:

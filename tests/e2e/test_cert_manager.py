@@ -178,7 +178,7 @@ def start(plane: ControlPlane, deployment: Object, services: list[Object]) -> We
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=plane.folder)
     for service in services:
         if service["spec"]["selector"].items() <= template["metadata"]["labels"].items():
-            publish(plane, service["metadata"]["name"], **{name: port})
+            publish(plane, service["metadata"]["name"], {name: port})
     return Webhook(process, port, metrics_port, tls)
 
 

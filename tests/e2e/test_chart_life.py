@@ -1,8 +1,8 @@
 """The chart's life on the real cluster, with a pool and an attached pod all along; runs first.
 
 ```
- as it was before ── upgrade ── rollback ── uninstall ── another name and namespace, own certificate ── the end
- pool, pod           serves     serves      pod serves   pool serves again, new pods are injected       nothing left
+ as it was before ── upgrade, monitoring ── rollback ── uninstall ── other name, namespace, certificate ── the end
+ pool, pod           serves                 serves      pod serves   pool serves, new pods are injected    nothing left
 ```
 """
 
@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from daemon_process import TestEngine
+from e2e.foreign_kinds import define, remove
 from e2e.light_pod import is_injected, light_pod
 from hack.cache import REPOSITORY
 from hack.cluster import machine
@@ -49,9 +51,12 @@ CLUSTER_KINDS = (
     "clusterroles,clusterrolebindings,priorityclasses,mutatingwebhookconfigurations,validatingwebhookconfigurations,"
     "validatingadmissionpolicies,validatingadmissionpolicybindings"
 )
+MONITORING = tuple(f"monitoring.{part}.enabled=true" for part in ("podMonitor", "prometheusRule", "dashboard"))
+MONITORING_KINDS = ("PodMonitor", "PrometheusRule")
+"""Of the Prometheus operator, whose CRDs are there between the upgrade and the rollback."""
 NAMESPACED_KINDS = (
     "deployments,daemonsets,controllerrevisions,jobs,pods,services,endpointslices,secrets,leases,roles,rolebindings,"
-    "serviceaccounts,networkpolicies,poddisruptionbudgets"
+    "serviceaccounts,networkpolicies,poddisruptionbudgets,configmaps"
 )
 
 
@@ -167,10 +172,37 @@ def wait_gone(kubernetes: Kubernetes, release: Release) -> None:
 
     wait_until(
         f"everything of release {release.release} to go",
-        lambda: find_left() == ["serviceaccount/default"],
+        lambda: sorted(find_left()) == ["configmap/kube-root-ca.crt", "serviceaccount/default"],
         timeout_seconds=60,
         explain=lambda: "\n".join(find_left()),
     )
+
+
+def monitoring_objects(kubernetes: Kubernetes, release: Release) -> dict[str, dict[str, Any]]:
+    """What the release has of monitoring, by kind, as the API server holds it."""
+    kinds = ",".join((*MONITORING_KINDS, "ConfigMap"))
+    ours = "app.kubernetes.io/component=monitoring"
+    return {one["kind"]: one for one in kubernetes.get(kinds, namespace=release.namespace, selector=ours)["items"]}
+
+
+def assert_monitoring_is_stored_as_rendered(kubernetes: Kubernetes, release: Release) -> None:
+    """No field of the PodMonitor, of a rule and of the dashboard was dropped on the way."""
+    held = monitoring_objects(kubernetes, release)
+    text = kubernetes.helm("get", "manifest", release.release, f"--namespace={release.namespace}")
+    rendered = {one["kind"]: one for one in yaml.safe_load_all(text) if one and one["kind"] in held}
+    assert set(rendered) == {*MONITORING_KINDS, "ConfigMap"}
+    for kind in MONITORING_KINDS:
+        assert is_within(rendered[kind]["spec"], held[kind]["spec"]), held[kind]
+    assert held["ConfigMap"]["data"] == rendered["ConfigMap"]["data"]
+
+
+def is_within(wanted: Any, held: Any) -> bool:
+    """All that was wanted is held, defaults may be beside it."""
+    if isinstance(wanted, dict) and isinstance(held, dict):
+        return all(is_within(value, held.get(key)) for key, value in wanted.items())
+    if isinstance(wanted, list) and isinstance(held, list):
+        return len(wanted) == len(held) and all(map(is_within, wanted, held))
+    return bool(wanted == held)
 
 
 def node_labels(kubernetes: Kubernetes) -> list[str]:
@@ -222,6 +254,7 @@ def bare(stage: Stage) -> Iterator[Stage]:
         for release in (FIRST, SECOND):
             kubernetes.delete("namespace", release.namespace)
         kubernetes.kubectl("delete", "crd", "--ignore-not-found", *crds)
+        remove(kubernetes, *MONITORING_KINDS)
         for label in node_labels(kubernetes):
             kubernetes.kubectl("label", "node", kubernetes.settings.node_name, f"{label}-")
 
@@ -246,16 +279,21 @@ def test_a_pool_and_its_pods_live_through_the_chart_s_whole_life_and_nothing_is_
         pod = make_pod(bare, "life-a")
     assert is_injected(pod)
 
-    with step("Upgrading to this one"):
-        install_chart(kubernetes, images, *ONE_EACH, "logLevel=DEBUG", **first)
+    with step("Upgrading to this one, with monitoring"):
+        with pytest.raises(StepError, match=r"no kind PodMonitor .*: install the Prometheus operator's CRDs first"):
+            install_chart(kubernetes, images, *ONE_EACH, *MONITORING, **first)
+        define(kubernetes, *MONITORING_KINDS)
+        install_chart(kubernetes, images, *ONE_EACH, "logLevel=DEBUG", *MONITORING, **first)
         wait_converged(kubernetes, FIRST, log_level="DEBUG")
     wait_crds_are_current(kubernetes)
+    assert_monitoring_is_stored_as_rendered(kubernetes, FIRST)
     assert_serves(kubernetes, pod)
 
     with step("Rolling back"):
         kubernetes.helm("rollback", FIRST.release, "1", f"--namespace={FIRST.namespace}", "--wait", "--timeout=120s")
         wait_converged(kubernetes, FIRST, log_level="INFO")
     wait_crds_are_current(kubernetes)
+    assert not monitoring_objects(kubernetes, FIRST)
     assert_serves(kubernetes, pod)
 
     with attached_engine(kubernetes, pod), step("Uninstalling while an engine is attached"):

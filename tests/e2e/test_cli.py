@@ -1,9 +1,14 @@
 """The kubectl plugin and the dashboard on the real cluster, beside what kubectl and the engines say."""
 
+import html
 import json
+import math
 import re
+import struct
 import subprocess
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +21,8 @@ from hack.demo.installation import CHART, DAEMON_SELECTOR, NAMESPACE, RELEASE, c
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.prometheus import running_prometheus
 from hack.demo.run import POOL, Stage
+from hack.docs import screenshot
+from hack.docs.panels import PANELS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -95,13 +102,44 @@ def test_top_shows_the_node_with_its_figures(tools: ToolOutputs) -> None:
     assert all("256 MiB" in line for line in lines)
 
 
-def test_every_query_of_the_dashboard_returns_data(tools: ToolOutputs) -> None:
-    empty = [(title, query) for title, query, samples in tools.queries if not samples]
+def test_every_query_of_the_dashboard_returns_a_number(tools: ToolOutputs) -> None:
+    """A share of nothing is NaN, which a panel does not draw."""
+    empty = {
+        f"{title}: {query}": samples
+        for title, query, samples in tools.queries
+        if not any(math.isfinite(value) for _, value in samples)
+    }
     assert not empty
 
 
-def test_the_dashboard_was_drawn(tools: ToolOutputs) -> None:
-    assert tools.picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+def test_the_dashboard_s_variables_offer_the_pool_and_the_node(tools: ToolOutputs, release: Stage) -> None:
+    assert tools.variables == {"pool": [POOL], "node": [release.kubernetes.settings.node_name]}
+
+
+def test_the_dashboard_was_drawn_with_a_figure_or_a_line_in_every_panel(tools: ToolOutputs) -> None:
+    panels = re.findall(r"<div class='title'>(.*?)</div>(.*?)</div>", tools.page)
+    assert [html.unescape(title) for title, _ in panels] == [panel.title for panel in PANELS]
+    assert not [title for title, drawn in panels if not re.search(r"<polyline points='\d|<b>\d|all \d+ are 0", drawn)]
+
+
+def test_its_picture_is_of_the_whole_page_and_not_empty(tools: ToolOutputs) -> None:
+    width, height, rows = read_picture(tools.picture)
+    assert (width, height) == (screenshot.WIDTH, screenshot.page_height())
+    # a row of one colour, whichever of PNG's filters it went through, has at most its first pixel left
+    assert sum(sum(byte != 0 for byte in row[1:]) > 3 for row in rows) > height / 3
+
+
+def read_picture(path: Path) -> tuple[int, int, list[bytes]]:
+    """Width, height and filtered rows of a PNG of three bytes a pixel."""
+    data, at, pixels = path.read_bytes(), 8, b""
+    width, height, depth, colours = struct.unpack(">IIBB", data[16:26])
+    assert (data[:8], depth, colours) == (b"\x89PNG\r\n\x1a\n", 8, 2)
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        pixels += data[at + 8 : at + 8 + length] if data[at + 4 : at + 8] == b"IDAT" else b""
+        at += length + 12
+    pixels, row = zlib.decompress(pixels), width * 3 + 1
+    return width, height, [pixels[start : start + row] for start in range(0, len(pixels), row)]
 
 
 def test_planned_bytes_are_those_of_the_running_engine(tools: ToolOutputs, demo_result) -> None:

@@ -26,7 +26,6 @@ from e2e.control_plane import (
     checked_metrics,
     free_port,
     render_chart,
-    running_operator,
     wait_until,
 )
 from e2e.operator_pools import pool_manifest
@@ -42,10 +41,9 @@ from e2e.webhook_replicas import (
     is_serving,
     publish,
     served_serial,
+    serving_replicas,
     start_replica,
 )
-from kvoffload.api.keys import INJECTED_ANNOTATION
-from kvoffload.api.keys import WEBHOOK_REPLICA_ANNOTATION as REPLICA
 from kvoffload_operator.webhook.certificates import load_context, make_certificate
 from operator_builders import pod_manifest
 
@@ -59,41 +57,8 @@ TIMEOUT_SECONDS = 2
 @pytest.fixture(scope="module")
 def replicas(control_plane: ControlPlane) -> Iterator[list[Replica]]:
     """Two webhooks that the API server calls, with certificates by the operator."""
-    services = [one for one in render_chart() if one["kind"] == "Service"]
-    for service in services:
-        control_plane.kubectl("delete", "service", service["metadata"]["name"], "-n", NAMESPACE)
-        del service["spec"]["selector"]
-    control_plane.apply(*services)
-    configurations = [one for one in render_chart() if one["kind"].endswith("WebhookConfiguration")]
-    control_plane.apply(*configurations)
-    control_plane.apply(pool_manifest("main", nodeSelector={"nowhere": "yes"}))
-    running: list[Replica] = []
-    with running_operator(control_plane, "operator-w"):
-        try:
-            for name in ("kvoffload-webhook-0", "kvoffload-webhook-1"):
-                replica = start_replica(control_plane, name, port=free_port(), metrics_port=free_port())
-                running.append(replica)
-                publish(control_plane, name, only=replica.port)
-            publish(control_plane, "kvoffload-webhook", first=running[0].port, second=running[1].port)
-            for replica in running:
-                wait_until(lambda replica=replica: is_serving(replica), f"{replica.name} to serve", seconds=60)  # type: ignore[misc]
-            wait_until(
-                lambda: annotations(control_plane).keys() & {INJECTED_ANNOTATION, REPLICA} == {INJECTED_ANNOTATION},
-                "the first replica to answer",
-            )
-            yield running
-        finally:
-            for replica in running:
-                replica.process.terminate()
-                replica.process.wait(20)
-            for configuration in configurations:
-                control_plane.kubectl("delete", configuration["kind"], configuration["metadata"]["name"])
-            control_plane.kubectl("delete", "kvpool", "main")
-
-
-def annotations(plane: ControlPlane) -> dict[str, str]:
-    """Of a new pod."""
-    return dict(create(plane, pod_manifest(command=DEEPSEEK))["metadata"].get("annotations") or {})
+    with serving_replicas(control_plane) as running:
+        yield running
 
 
 def skip_reason(pod: dict[str, Any]) -> str:
@@ -274,7 +239,7 @@ def spoiler(control_plane: ControlPlane) -> Iterator[None]:
     }
     try:
         control_plane.apply(service)
-        publish(control_plane, "spoiler", only=server.server_address[1])
+        publish(control_plane, "spoiler", {"only": server.server_address[1]})
         control_plane.apply(configuration)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What a user's tools say while both servers of the demo run: every plugin command and every query of the dashboard."""
+"""What a user's tools say while both servers of the demo run: every plugin command, all that the dashboard asks for."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from hack.demo.prometheus import Prometheus
 from hack.demo.run import OUTPUT, POOL
 from hack.demo.servers import Server, find_server
 from hack.docs import screenshot
+from hack.docs.dashboard import VARIABLES, VARIABLES_OF
 from hack.docs.panels import dashboard_queries
 from hack.vllm.models import ensure_model
 
@@ -43,6 +44,10 @@ class ToolOutputs:
 
     plugin: dict[str, Done]
     queries: list[tuple[str, str, Samples]]
+    variables: dict[str, list[str]]
+    """What the dashboard's variables offer, by name."""
+    page: str
+    """The page that the dashboard's picture is of."""
     picture: Path
     cached_by_hand: list[int]
     """Cached tokens of the answers of A and then B to a prompt that is sent as examples/README.md says."""
@@ -111,11 +116,18 @@ def use_tools(kubernetes: Kubernetes, prometheus: Prometheus, pods: list[str]) -
     plugin = {name: run_plugin(kubernetes, *arguments) for name, arguments in commands.items()}
     prometheus.wait_scraped()
     queries = [(title, query, prometheus.query(query)) for title, query in dashboard_queries()]
+    variables = {name: prometheus.label_values(VARIABLES_OF, name) for name in VARIABLES}
     cached = [ask_by_hand(kubernetes, "vllm-a")]
     wait_until("B to find what A was asked by hand", lambda: ask_by_hand(kubernetes, "vllm-b") > 0, timeout_seconds=30)
     cached.append(ask_by_hand(kubernetes, "vllm-b"))
     picture = OUTPUT / "dashboard.png"
     screenshot.main([prometheus.address, "--minutes", "5", "--out", str(picture)])
     return ToolOutputs(
-        plugin=plugin, queries=queries, picture=picture, cached_by_hand=cached, block_tokens=block_tokens
+        plugin=plugin,
+        queries=queries,
+        variables=variables,
+        page=screenshot.page_of(picture).read_text(),
+        picture=picture,
+        cached_by_hand=cached,
+        block_tokens=block_tokens,
     )

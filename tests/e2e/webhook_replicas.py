@@ -1,11 +1,13 @@
-"""Webhook processes that a real API server calls, and pods to ask them about; for the tests of the webhook and its
-certificates."""
+"""Webhook processes that a real API server calls, and pods to ask them about; for the tests of the webhook, its
+certificates, and of workloads of others whose pods it sees."""
 
+import contextlib
 import json
 import socket
 import ssl
 import subprocess
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -14,11 +16,24 @@ from cryptography import x509
 from urllib3.exceptions import InsecureRequestWarning
 
 import endpoints
-from e2e.control_plane import NAMESPACE, ControlPlane, operator_token, start_process
+from e2e.control_plane import (
+    NAMESPACE,
+    ControlPlane,
+    free_port,
+    operator_token,
+    render_chart,
+    running_operator,
+    start_process,
+    wait_until,
+)
+from e2e.operator_pools import pool_manifest
+from kvoffload.api.keys import INJECTED_ANNOTATION
+from kvoffload.api.keys import WEBHOOK_REPLICA_ANNOTATION as REPLICA
 from kvoffload_cli.checks.release import certificate_expires
 from kvoffload_cli.facts import ClusterFacts
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_cluster
+from operator_builders import pod_manifest
 
 DEEPSEEK = ["vllm", "serve", "deepseek-ai/DeepSeek-V3", "-tp", "8"]
 
@@ -71,19 +86,66 @@ def start_replica(plane: ControlPlane, name: str, *, port: int, metrics_port: in
     return Replica(process, name, port, metrics_port)
 
 
-def publish(plane: ControlPlane, service: str, **ports: int) -> None:
-    """Endpoints of a Service, by name of who listens."""
+@contextlib.contextmanager
+def serving_replicas(plane: ControlPlane) -> Iterator[list[Replica]]:
+    """Two webhooks that the API server calls, with certificates by the operator, and a pool `main` to ask about."""
+    services = [one for one in render_chart() if one["kind"] == "Service"]
+    for service in services:
+        plane.kubectl("delete", "service", service["metadata"]["name"], "-n", NAMESPACE)
+        del service["spec"]["selector"]
+    plane.apply(*services)
+    configurations = [one for one in render_chart() if one["kind"].endswith("WebhookConfiguration")]
+    plane.apply(*configurations)
+    plane.apply(pool_manifest("main", nodeSelector={"nowhere": "yes"}))
+    running: list[Replica] = []
+    with running_operator(plane, "operator-w"):
+        try:
+            for name in ("kvoffload-webhook-0", "kvoffload-webhook-1"):
+                replica = start_replica(plane, name, port=free_port(), metrics_port=free_port())
+                running.append(replica)
+                publish(plane, name, {"only": replica.port})
+            publish(plane, "kvoffload-webhook", {"first": running[0].port, "second": running[1].port})
+            for replica in running:
+                wait_until(lambda replica=replica: is_serving(replica), f"{replica.name} to serve", seconds=60)  # type: ignore[misc]
+            wait_until(
+                lambda: annotations(plane).keys() & {INJECTED_ANNOTATION, REPLICA} == {INJECTED_ANNOTATION},
+                "the first replica to answer",
+            )
+            yield running
+        finally:
+            for replica in running:
+                replica.process.terminate()
+                replica.process.wait(20)
+            for configuration in configurations:
+                plane.kubectl("delete", configuration["kind"], configuration["metadata"]["name"])
+            plane.kubectl("delete", "kvpool", "main")
+
+
+def annotations(plane: ControlPlane) -> dict[str, str]:
+    """Of a new pod."""
+    return dict(create(plane, pod_manifest(command=DEEPSEEK))["metadata"].get("annotations") or {})
+
+
+def publish(
+    plane: ControlPlane,
+    service: str,
+    ports: Mapping[str, int],
+    *,
+    namespace: str = NAMESPACE,
+    port_name: str = "admission",
+) -> None:
+    """Endpoints of a Service: of each who listens, by its name, the port."""
     slices = [
         {
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",
             "metadata": {
                 "name": f"{service}-of-{name}",
-                "namespace": NAMESPACE,
+                "namespace": namespace,
                 "labels": {"kubernetes.io/service-name": service},
             },
             "addressType": "IPv4",
-            "ports": [{"name": "admission", "port": port, "protocol": "TCP"}],
+            "ports": [{"name": port_name, "port": port, "protocol": "TCP"}],
             "endpoints": [{"addresses": [host_address()], "conditions": {"ready": True}}],
         }
         for name, port in ports.items()

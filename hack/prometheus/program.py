@@ -1,0 +1,43 @@
+"""Prometheus with its discovery of Kubernetes' pods, and what the Prometheus operator makes of a PodMonitor.
+
+Built by the long test tests/e2e/test_discovery.py, which holds the demo's stand-ins against them: Debian's Prometheus
+is built without that discovery. Together the builds take 5 min on two cores.
+"""
+
+from pathlib import Path
+
+from hack.cache import cache_root
+from hack.cluster.programs import GoProgram, ensure_program
+from hack.foreign_crds import PROMETHEUS_OPERATOR
+
+PROMETHEUS = GoProgram(
+    name="prometheus",
+    version="0.316.0",
+    module="github.com/prometheus/prometheus",
+    packages=("github.com/prometheus/prometheus/cmd/prometheus",),
+    binaries=("prometheus",),
+    tags="remove_all_sd enable_kubernetes_sd",
+)
+SCRAPE_CONFIGURATION = GoProgram(
+    name="scrape-configuration",
+    version=PROMETHEUS_OPERATOR[1],
+    module=PROMETHEUS_OPERATOR[0],
+    packages=(),
+    binaries=("scrape-configuration",),
+    main=Path(__file__).with_name("main.go"),
+)
+
+
+def ensure_prometheus() -> Path:
+    """Build Prometheus if the cache lacks it; returns the path of the program."""
+    return _ensure(PROMETHEUS)
+
+
+def ensure_scrape_configuration() -> Path:
+    """Build the program that reads a PodMonitor and prints a configuration, if the cache lacks it; returns its path."""
+    return _ensure(SCRAPE_CONFIGURATION)
+
+
+def _ensure(program: GoProgram) -> Path:
+    ensure_program(program, log=cache_root() / "logs" / f"{program.name}.log")
+    return program.folder / program.binaries[0]
