@@ -210,7 +210,7 @@ def test_series_of_the_rules_tests_are_such_as_the_code_emits() -> None:
             *RegionReason,
         },
         "layout": {*ConfirmedLayout, "pending"},
-        "result": {"hit", "miss", "injected", "unchanged", "skipped", "error", "invalid"},
+        "result": {"hit", "miss", "injected", "unchanged", "skipped", "allowed", "refused", "error", "invalid"},
         "state": {"matching", *NodeCounts.model_fields},
     }
     declared = declared_labels()
