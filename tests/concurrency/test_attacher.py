@@ -85,7 +85,7 @@ def test_a_python_that_started_before_the_attacher_came_loads_the_plugin(node: N
 def test_110_pods_at_once_are_all_attached(node: Node) -> None:
     folders = [node.create_pod(f"pod-{number}") for number in range(110)]
     wait_until(lambda: all(is_attached(folder) for folder in folders))
-    assert node.attacher.num_attached == 110
+    wait_until(lambda: node.attacher.num_attached == 110)  # the last library is there before it counts
 
 
 def test_a_pod_that_a_silent_watch_never_told_of_is_found_by_its_folder(node: Node) -> None:
