@@ -185,8 +185,8 @@ def running_daemon() -> Iterator[str]:
 def _scrape(port: int, process: "subprocess.Popen[bytes]", log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as answer:
+        with contextlib.suppress(OSError):  # not there yet, or busy
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 text = str(answer.read().decode())
             if "kvoffload_pool_capacity_bytes" in text:
                 return text

@@ -50,7 +50,7 @@ def decode_from_daemon(payload: bytes) -> FromDaemon:
     """Decode and validate one frame's payload. Raises ProtocolError."""
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"the daemon sent a message that protocol does not allow: {error}") from error
 
 

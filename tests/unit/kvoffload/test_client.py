@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvoffload.errors import DaemonUnavailable, ProtocolError, RefusalReason, SessionRefused
-from kvoffload.protocol.client import MAX_BACKLOG_BYTES, Connector, Session
+from kvoffload.protocol.client import MAX_BACKLOG_BYTES, Connector, Session, decode_from_daemon
 from kvoffload.protocol.framing import FrameReader, pack_frame
 from kvoffload.protocol.messages import Bound, Found, Hello, Lookup, Message, Refused, Seal, Welcome
 
@@ -113,6 +113,12 @@ def test_an_answer_that_is_no_welcome_is_a_protocol_error(peer: Peer) -> None:
 def test_a_daemon_of_a_protocol_that_was_not_offered_is_a_protocol_error(peer: Peer) -> None:
     with pytest.raises(ProtocolError, match="protocol 2, this process 1 to 1"):
         connected(peer, msgspec.structs.replace(WELCOME, protocol=2))
+
+
+def test_a_message_with_text_that_is_none_is_a_protocol_error() -> None:
+    payload = msgspec.msgpack.encode(Refused("OK", "")).replace(b"OK", b"\xff\xfe")
+    with pytest.raises(ProtocolError, match="utf-8"):
+        decode_from_daemon(payload)
 
 
 def test_nobody_listening_is_unavailable_at_once(tmp_path: Path) -> None:
