@@ -289,11 +289,9 @@ def alone(release: Stage) -> Iterator[Kubernetes]:
 def test_doctor_names_a_ready_pod_without_an_engine_at_once_and_its_command_shows_that_nothing_was_said(
     alone: Kubernetes,
 ) -> None:
-    (found,) = run_plugin(alone, "doctor", "-o", "json").document["findings"]
-    assert (found["check"], found["severity"], found["subject"]) == (
-        *("pod_is_not_attached", "warning"),
-        "pod/demo/alone",
-    )
+    findings = run_plugin(alone, "doctor", "-o", "json").document["findings"]
+    (found,) = [one for one in findings if "alone" in one["subject"]]
+    assert (found["check"], found["severity"]) == ("pod_is_not_attached", "warning")
     command = ["bash", "-uc", found["remedy"]]
     done = subprocess.run(command, env=plugin_environment(alone), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", ""), "grep finds no line of the plugin"
@@ -315,13 +313,13 @@ def stuck_upgrade(release: Stage) -> Iterator[Kubernetes]:
 
 def test_doctor_names_an_upgrade_whose_image_is_missing_and_its_way_back_is_one(stuck_upgrade: Kubernetes) -> None:
     def findings() -> list[dict[str, str]]:
-        return list(run_plugin(stuck_upgrade, "doctor", "-o", "json").document["findings"])
+        done = run_plugin(stuck_upgrade, "doctor", "-o", "json")
+        return [one for one in done.document["findings"] if one["check"] == "rollout_is_unfinished"]
 
     names = {f"deployment/{NAMESPACE}/{RELEASE}-{name}" for name in ("operator", "webhook-0", "webhook-1")}
 
     def are_all_stuck() -> bool:
-        stuck = [one for one in findings() if one["check"] == "rollout_is_unfinished" and one["severity"] == "error"]
-        return {one["subject"] for one in stuck} == names
+        return {one["subject"] for one in findings() if one["severity"] == "error"} == names
 
     wait_until(
         "doctor to find all three",
