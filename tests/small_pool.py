@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 from byte_engine import ByteEngine, key_of
 from daemon_process import DaemonProcess, wait_until
@@ -11,11 +12,11 @@ CAPACITY_BYTES = 16 << 20
 NUM_SLOTS = CAPACITY_BYTES // 65536
 
 
-def start(folder: Path, mount: Path | None, environment: dict[str, str] | None = None, **spec: object) -> DaemonProcess:
+def start(folder: Path, mount: Path | None, environment: dict[str, str] | None = None, **spec: Any) -> DaemonProcess:
     return DaemonProcess(folder, capacity_bytes=CAPACITY_BYTES, mount=mount, environment=environment, **spec)
 
 
-def attach(path: Path, engine_id: str, **kwargs: int) -> ByteEngine:
+def attach(path: Path, engine_id: str, **kwargs: Any) -> ByteEngine:
     engine = ByteEngine(path, engine_id, **kwargs)
     engine.connect()
     return engine

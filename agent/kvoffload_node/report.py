@@ -16,6 +16,8 @@ from kvoffload.api.region import KVOffloadRegion, KVOffloadRegionStatus, region_
 from kvoffload_node.watching import ApiServerError, Watching, describe
 
 _REQUEST_SECONDS = 10
+_LAST_QUESTION_SECONDS = 3
+"""The client asks four times where nobody answers, and a stopping daemon has a minute in all until it is killed."""
 _WATCH_SECONDS = 300
 _GONE = (401, 403, 404)
 RETRY_SECONDS = 5.0
@@ -127,12 +129,12 @@ class RegionClient:
 
     def _is_region_ending(self, uid: str) -> bool:
         manifest = self._custom.get_cluster_custom_object(
-            GROUP, VERSION, REGION_PLURAL, self.name, _request_timeout=_REQUEST_SECONDS
+            GROUP, VERSION, REGION_PLURAL, self.name, _request_timeout=_LAST_QUESTION_SECONDS
         )
         return "deletionTimestamp" in manifest["metadata"] or uid not in ("", manifest["metadata"]["uid"])
 
     def _is_daemonset_ending(self) -> bool:
         found = self._apps.read_namespaced_daemon_set(
-            self._daemonset, self._namespace, _request_timeout=_REQUEST_SECONDS
+            self._daemonset, self._namespace, _request_timeout=_LAST_QUESTION_SECONDS
         )
         return found.metadata.deletion_timestamp is not None

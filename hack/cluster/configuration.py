@@ -15,6 +15,9 @@ rules:
 - level: Metadata
 """
 
+READERS = {"audit-policy.yaml": "apiserver", "containerd.toml": "containerd", "kubelet.yaml": "kubelet"}
+"""Which program reads a file at its start, and only then."""
+
 
 def component_commands(settings: ClusterSettings) -> Mapping[str, list[str]]:
     """Return the command line of each program, by the name that its log and its pid file have."""
@@ -108,6 +111,8 @@ state = "{settings.run}/containerd"
   address = "{settings.containerd_socket}"
 [plugins."io.containerd.cri.v1.images".pinned_images]
   sandbox = "{PAUSE_IMAGE}"
+[plugins."io.containerd.cri.v1.images".registry]
+  config_path = "{settings.registries}"   # empty, but for a test's own registry
 [plugins."io.containerd.cri.v1.runtime"]
   restrict_oom_score_adj = true   # root may lack CAP_SYS_RESOURCE
   [plugins."io.containerd.cri.v1.runtime".cni]

@@ -1,7 +1,8 @@
 """Bring the cluster up and down.
 
-`up` looks at each part and starts only what is missing, so that it is a no-op on a running cluster and mends a
-half-started one. `down` works from the record and the pid files, whatever state they are in, and can be repeated.
+`up` looks at each part and starts only what is missing or has another configuration, so that it is a no-op on a running
+cluster and mends a half-started one. `down` works from the record and the pid files, whatever state they are in, and
+can be repeated.
 
 The huge pages are reserved before the kubelet starts: it reads the node's capacity then. When more are asked for later,
 the kubelet is started again; pods keep running meanwhile.
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from hack.cluster import machine, processes
 from hack.cluster.archive import write_single_file_image
-from hack.cluster.configuration import component_commands, configuration_files
+from hack.cluster.configuration import READERS, component_commands, configuration_files
 from hack.cluster.packages import ensure_packages
 from hack.cluster.pki import ensure_pki
 from hack.cluster.programs import ensure_programs
@@ -37,7 +38,8 @@ def up(settings: ClusterSettings) -> None:
         build_log = settings.logs / "build.log"
         ensure_packages(build_log)
         programs = ensure_programs(build_log)
-        if is_ready(settings) and MachineRecord.read(settings.run).hugepages_added >= settings.num_hugepages:
+        has_pages = MachineRecord.read(settings.run).hugepages_added >= settings.num_hugepages
+        if has_pages and not find_outdated(settings) and is_ready(settings):
             say(f"==> The cluster {settings.name} is running")
             return
         with step(f"Starting the cluster {settings.name} (logs: {settings.logs})"):
@@ -51,6 +53,8 @@ def _start_all(settings: ClusterSettings, programs: list[Path]) -> None:
     record.write(settings.run)
     _link_programs(settings, programs)
     ensure_pki(settings)
+    for program in find_outdated(settings):
+        processes.stop(program, settings)
     for name, content in configuration_files(settings).items():
         (settings.state / name).parent.mkdir(parents=True, exist_ok=True)
         (settings.state / name).write_text(content)
@@ -92,6 +96,13 @@ def down(settings: ClusterSettings) -> None:
         for path in (*map(Path, record.folders), *_stored_paths(settings), settings.run):
             _remove(path)
         _report_what_is_left(settings)
+
+
+def find_outdated(settings: ClusterSettings) -> list[str]:
+    """Programs that were started with another configuration than they would be now, as before a pull of this clone."""
+    files = configuration_files(settings)
+    written = {name: settings.state / name for name in READERS}
+    return [READERS[name] for name, path in written.items() if path.exists() and path.read_text() != files[name]]
 
 
 def is_api_ready(settings: ClusterSettings) -> bool:

@@ -95,6 +95,11 @@ class ClusterSettings:
         return self.run / "containerd.sock"
 
     @property
+    def registries(self) -> Path:
+        """Folder that says how registries are reached: `<host>/hosts.toml`, read by containerd at each pull."""
+        return self.state / "registries"
+
+    @property
     def namespace_path(self) -> Path:
         """The node's network namespace."""
         return Path("/run/netns") / self.name

@@ -23,6 +23,12 @@ SKIP_REMEDIES = {
     SkipReason.POD_TOO_LARGE: "make the pod's annotations, environment or arguments smaller, then recreate the pod",
 }
 
+MEND_IMAGE = (
+    "push that image where the nodes pull from, correct its name, or give the chart imagePullSecrets "
+    "(docs/install.md, A private registry)"
+)
+"""What helps a pod of ours that does not get its image."""
+
 
 def why_not_asked(facts: ClusterFacts, pod: OptedInPod) -> tuple[str, str]:
     """Why a labelled pod has no annotation of the webhook, and what to do."""

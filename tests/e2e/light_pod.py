@@ -1,9 +1,19 @@
-"""A pod that opts in and serves, without the weight of an engine; and whether a pod was injected."""
+"""A pod that opts in and serves, without the weight of an engine: made, asked, and its socket for engines of a test."""
 
+import contextlib
 import json
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from hack.console import wait_until
+from hack.demo.kubernetes import Kubernetes
+from hack.demo.run import Stage
 from hack.demo.servers import NAMESPACE
+from kvoffload.api.keys import VOLUME_NAME
 
 
 def light_pod(name: str, *, pool: str, image: str, annotations: dict[str, str] | None = None) -> str:
@@ -21,7 +31,44 @@ def light_pod(name: str, *, pool: str, image: str, annotations: dict[str, str] |
     return json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
 
+def make_pod(stage: Stage, name: str, *, pool: str) -> dict[str, Any]:
+    """A light opted-in pod that serves; returned as the API server holds it."""
+    named = {"kvoffload.io/container": "main"}
+    stage.kubernetes.apply(light_pod(name, pool=pool, image=stage.images.python, annotations=named))
+    return stage.kubernetes.wait_ready_pod(namespace=NAMESPACE, selector=f"app={name}", timeout_seconds=60)
+
+
 def is_injected(pod: dict[str, Any]) -> bool:
     """Whether its first container was told where the daemon's socket is."""
     variables = pod["spec"]["containers"][0].get("env", [])
     return "KVOFFLOAD_SOCKET" in {variable["name"] for variable in variables}
+
+
+def assert_serves(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:
+    """The very pod still answers, its container never restarted."""
+    name = pod["metadata"]["name"]
+    now = kubernetes.get("pod", name, namespace=NAMESPACE)
+    assert now["metadata"]["uid"] == pod["metadata"]["uid"]
+    assert now["status"]["containerStatuses"][0]["restartCount"] == 0
+    with urllib.request.urlopen(f"http://{now['status']['podIP']}:8000/", timeout=5) as response:
+        assert response.status == 200
+
+
+@contextlib.contextmanager
+def daemon_socket(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[Path]:
+    """The socket that the attacher put into the pod's emptyDir, once a daemon listens there."""
+    below_pod = f"pods/{pod['metadata']['uid']}/volumes/kubernetes.io~empty-dir/{VOLUME_NAME}"
+    # by a descriptor: the path is longer than a socket's name may be
+    descriptor = os.open(kubernetes.settings.kubelet_root / below_pod, os.O_PATH | os.O_DIRECTORY)
+    path = Path(f"/proc/self/fd/{descriptor}/daemon.sock")
+    try:
+        wait_until("a daemon to listen in the pod", lambda: is_listening(path), timeout_seconds=30)
+        yield path
+    finally:
+        os.close(descriptor)
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a daemon has that socket; one that is gone left its file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0

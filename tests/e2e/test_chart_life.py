@@ -9,9 +9,6 @@
 import base64
 import contextlib
 import json
-import os
-import socket
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +20,7 @@ import yaml
 
 from daemon_process import TestEngine
 from e2e.foreign_kinds import define, remove
-from e2e.light_pod import is_injected, light_pod
+from e2e.light_pod import assert_serves, daemon_socket, is_injected, make_pod
 from hack.cache import REPOSITORY
 from hack.cluster import machine
 from hack.console import StepError, step, wait_until
@@ -33,7 +30,7 @@ from hack.demo.kubernetes import Kubernetes, condition_status
 from hack.demo.run import Stage
 from hack.demo.servers import NAMESPACE as USERS
 from hack.shell import run
-from kvoffload.api.keys import DAEMON_NODE_LABEL_PREFIX, READY_NODE_LABEL_PREFIX, VOLUME_NAME, daemonset_name
+from kvoffload.api.keys import DAEMON_NODE_LABEL_PREFIX, READY_NODE_LABEL_PREFIX, daemonset_name
 from kvoffload.api.schema import build_crds
 from kvoffload_operator.webhook.certificates import make_certificate, utc_now
 
@@ -86,42 +83,11 @@ def previous_chart(folder: Path) -> Path:
     return folder / "charts" / "kvoffload"
 
 
-def make_pod(stage: Stage, name: str) -> dict[str, Any]:
-    """A light opted-in pod that serves; returned as the API server holds it."""
-    stage.kubernetes.apply(
-        light_pod(name, pool=POOL, image=stage.images.python, annotations={"kvoffload.io/container": "main"})
-    )
-    return stage.kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={name}", timeout_seconds=60)
-
-
-def assert_serves(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:
-    """The very pod still answers, its container never restarted."""
-    name = pod["metadata"]["name"]
-    now = kubernetes.get("pod", name, namespace=USERS)
-    assert now["metadata"]["uid"] == pod["metadata"]["uid"]
-    assert now["status"]["containerStatuses"][0]["restartCount"] == 0
-    with urllib.request.urlopen(f"http://{now['status']['podIP']}:8000/", timeout=5) as response:
-        assert response.status == 200
-
-
-def is_listening(path: Path) -> bool:
-    """Whether a daemon has that socket; one that is gone left its file."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
-
-
 @contextlib.contextmanager
 def attached_engine(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[TestEngine]:
     """An engine of two ranks, on the socket that the attacher put into the pod's emptyDir."""
-    below_pod = f"pods/{pod['metadata']['uid']}/volumes/kubernetes.io~empty-dir/{VOLUME_NAME}"
-    # by a descriptor: the path is longer than a socket's name may be
-    descriptor = os.open(kubernetes.settings.kubelet_root / below_pod, os.O_PATH | os.O_DIRECTORY)
-    path = Path(f"/proc/self/fd/{descriptor}/daemon.sock")
-    try:
-        wait_until("a daemon to listen in the pod", lambda: is_listening(path), timeout_seconds=30)
+    with daemon_socket(kubernetes, pod) as path:
         engine = TestEngine(path, engine_id=pod["metadata"]["name"])
-    finally:
-        os.close(descriptor)
     try:
         yield engine
     finally:
@@ -276,7 +242,7 @@ def test_a_pool_and_its_pods_live_through_the_chart_s_whole_life_and_nothing_is_
     with step("Installing the chart as it was before"):
         install_chart(kubernetes, images, *ONE_EACH, **first, chart=previous_chart(tmp_path))
         create_pool(kubernetes, POOL_MANIFEST, name=POOL)
-        pod = make_pod(bare, "life-a")
+        pod = make_pod(bare, "life-a", pool=POOL)
     assert is_injected(pod)
 
     with step("Upgrading to this one, with monitoring"):
@@ -300,14 +266,14 @@ def test_a_pool_and_its_pods_live_through_the_chart_s_whole_life_and_nothing_is_
         uninstall_chart(kubernetes, **first)
         wait_gone(kubernetes, FIRST)
         assert_serves(kubernetes, pod)
-        assert not is_injected(make_pod(bare, "life-b"))
+        assert not is_injected(make_pod(bare, "life-b", pool=POOL))
     wait_pages_free(free_before)
     assert kubernetes.get("kvpool", POOL)["spec"]["capacity"] == "64Mi"
 
     with step("Installing under another name and namespace, with a certificate of the user's own"):
         install_chart(kubernetes, images, *ONE_EACH, *give_certificate(kubernetes, SECOND), **second)
         wait_converged(kubernetes, SECOND, log_level="INFO")
-        newcomer = make_pod(bare, "life-c")
+        newcomer = make_pod(bare, "life-c", pool=POOL)
     assert is_injected(newcomer)
     assert_serves(kubernetes, pod)
     for one in (pod, newcomer):  # the pod that was attached to the release before finds this one's daemon

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -317,6 +318,17 @@ def test_files_are_kept_when_the_api_server_cannot_be_reached(start: Callable[..
         wait_until(lambda: daemon.log.count("are reserved") == 2, "the daemon to serve without the API server")
 
     assert stop_after(daemon, cut_off)
+
+
+def test_files_are_kept_and_the_end_is_not_held_up_when_the_api_server_does_not_answer(
+    plane: ControlPlane, start: Callable[..., NodeDaemon]
+) -> None:
+    (process,) = [one for one in plane.processes if "kube-apiserver" in str(one.args)]
+    daemon = start("napi-silent")
+    try:
+        assert stop_after(daemon, lambda: process.send_signal(signal.SIGSTOP))
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def test_files_are_kept_always_with_reclaim_policy_retain(

@@ -1,5 +1,6 @@
 """The chart grants what is used and nothing else: its roles beside the audit log of this very run. Runs last."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ USED_ELSEWHERE = {
     ),
 }
 """What no test on this cluster uses, and what does, on a control plane of its own and with the chart's roles."""
-SIBLINGS = {path.name for path in Path(__file__).parent.glob("test_*.py") if "pytest.mark.cluster" in path.read_text()}
+ON_THE_CLUSTER = re.compile(r"^pytestmark = .*\bcluster\b(?!.*\blong\b)", flags=re.MULTILINE)
+SIBLINGS = {path.name for path in Path(__file__).parent.glob("test_*.py") if ON_THE_CLUSTER.search(path.read_text())}
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,9 @@ INJECTED_ANNOTATION = "kvoffload.io/injected"
 WEBHOOK_REPLICA_ANNOTATION = "kvoffload.io/webhook-replica"
 """By the webhook: the number of the replica that answered, where it was not replica 0."""
 
+SAFE_TO_EVICT_ANNOTATION = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+"""Of the cluster autoscaler: names of a pod's volumes, by commas, that need not keep their node; ours is added."""
+
 # On nodes.
 READY_NODE_LABEL_PREFIX = "pool.kvoffload.io/"
 """`pool.kvoffload.io/<pool>: ready` on nodes where region and daemon are ready."""

@@ -22,6 +22,7 @@ from kvoffload_cli.checks.causes import (
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.checks.nodes import misses_kubelet_folder
 from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, Part
+from kvoffload_cli.remedies import MEND_IMAGE
 
 MANY_RESTARTS = 5
 
@@ -131,7 +132,10 @@ def daemon_does_not_run(facts: ClusterFacts) -> Found:
         if not pod.is_ready and not misses_kubelet_folder(pod) and not daemon_is_explained(facts, pod):
             why = ": ".join(filter(None, (pod.waiting, pod.mount_failure))) or "not ready"
             message = f"{pod.phase} on node {pod.node or '(none)'}: {why}"
-            yield Severity.ERROR, subject, message, f"kubectl -n {pod.namespace} describe pod {pod.name}"
+            remedy = f"kubectl -n {pod.namespace} describe pod {pod.name}"
+            if "Image" in pod.waiting:
+                remedy = f"{MEND_IMAGE}; the kubelet's words: {remedy}"
+            yield Severity.ERROR, subject, message, remedy
         if pod.num_restarts >= MANY_RESTARTS:
             remedy = f"kubectl -n {pod.namespace} logs {pod.name} -c daemon --previous"
             yield Severity.WARNING, subject, f"restarted {pod.num_restarts} times", remedy

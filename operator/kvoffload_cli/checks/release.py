@@ -5,6 +5,7 @@ from datetime import timedelta
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.facts import CertificateFacts, ClusterFacts, Part, Workload
+from kvoffload_cli.remedies import MEND_IMAGE
 
 OLDEST_KUBERNETES = (1, 32)
 """Bound service-account tokens name their node since 1.32; the admission policy of the regions needs that."""
@@ -83,7 +84,7 @@ def mend_rollout(workload: Workload) -> str:
     there, why = f"kubectl -n {workload.namespace}", workload.failures[0]
     mend = f"{there} describe deployment {workload.name}"
     if "Image" in why:
-        mend = "push that image where the nodes pull from, or correct its name"
+        mend = MEND_IMAGE
     elif why.startswith("pod "):
         pod = why.removeprefix("pod ").partition(":")[0]
         mend = f"{there} logs {pod} --previous" if "CrashLoopBackOff" in why else f"{there} describe pod {pod}"

@@ -2,7 +2,7 @@
 
 Everything is set only where absent, so a second call finds nothing to do. The user's values stay: PYTHONPATH is
 prefixed, VLLM_PLUGINS is added to, and where either comes from a reference it is kept under another name and referred
-to.
+to. The volumes that the cluster autoscaler need not heed are added to as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,7 @@ from kvoffload.api.keys import (
     PLUGIN_NAME,
     READY_NODE_LABEL_VALUE,
     REPLICATED_LAYOUT_ANNOTATION,
+    SAFE_TO_EVICT_ANNOTATION,
     SKIP_REASON_ANNOTATION,
     SOCKET_PATH,
     VOLUME_NAME,
@@ -127,7 +128,11 @@ def _inject(pod: Manifest, facts: PoolFacts, spec: KVOffloadPoolSpec, lines: Seq
     _add_affinity(patch, pod, facts.name, spec.attachment)
     if not patch.operations:
         return Outcome((), prediction=prediction)
-    wanted = {INJECTED_ANNOTATION: __version__, REPLICATED_LAYOUT_ANNOTATION: prediction.annotation}
+    wanted = {
+        INJECTED_ANNOTATION: __version__,
+        REPLICATED_LAYOUT_ANNOTATION: prediction.annotation,
+        SAFE_TO_EVICT_ANNOTATION: _evictable_volumes(annotations.get(SAFE_TO_EVICT_ANNOTATION, "")),
+    }
     _add_annotations(patch, pod, wanted)
     excess = find_excess(pod, wanted, patch.operations)
     if excess:
@@ -374,6 +379,13 @@ def _add_affinity(patch: _Patch, pod: Manifest, pool: str, attachment: Attachmen
         patch.add("/spec/affinity/nodeAffinity", {name: value})
     else:
         patch.add(f"/spec/affinity/nodeAffinity/{name}", value)
+
+
+def _evictable_volumes(named: str) -> str:
+    """The volumes that the user names, and ours: an emptyDir without it keeps the autoscaler from removing the node."""
+    if VOLUME_NAME in named.split(","):
+        return named
+    return ",".join(filter(None, [named, VOLUME_NAME]))
 
 
 def _add_annotations(patch: _Patch, pod: Manifest, wanted: Mapping[str, str]) -> None:

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 
-from hack.cluster import processes
+from hack.cluster import lifecycle, processes
+from hack.cluster.configuration import configuration_files
 from hack.cluster.record import MachineRecord
 from hack.cluster.settings import ClusterSettings
 
@@ -64,3 +65,14 @@ def test_a_program_that_ignores_sigterm_is_ended_all_the_same(tmp_path):
     processes.end_process(process.pid, patience_seconds=0.2)
     assert process.wait(timeout=5) == -9
     process.stdout.close()
+
+
+def test_a_program_that_was_started_with_another_configuration_is_known(tmp_path):
+    settings = settings_in(tmp_path)
+    assert lifecycle.find_outdated(settings) == [], "nothing was started yet"
+    for name, content in configuration_files(settings).items():
+        (settings.state / name).parent.mkdir(parents=True, exist_ok=True)
+        (settings.state / name).write_text(content)
+    assert lifecycle.find_outdated(settings) == []
+    (settings.state / "containerd.toml").write_text("version = 3")
+    assert lifecycle.find_outdated(settings) == ["containerd"]

@@ -87,6 +87,23 @@ def test_a_rollout_that_fails_is_an_error(updated: int) -> None:
     errors = [one for one in found if one.severity is Severity.ERROR]
     assert [one.check for one in errors] == ["daemon_does_not_run"]
     assert "ImagePullBackOff" in errors[0].message
+    assert "imagePullSecrets" in errors[0].remedy
+
+
+def test_an_operator_whose_image_is_not_pulled_says_so_with_the_registry_s_remedy() -> None:
+    objects, operator = healthy(), deployment("operator", ready=0)
+    objects["/apis/apps/v1/deployments"] = [operator, deployment("webhook")]
+    waiting = {"name": "operator", "restartCount": 0, "state": {"waiting": {"reason": "ErrImagePull"}}}
+    pod = {
+        "metadata": {"name": "operator-1", "namespace": SYSTEM, "labels": operator["metadata"]["labels"]},
+        "spec": {"containers": []},
+        "status": {"phase": "Pending", "containerStatuses": [waiting]},
+    }
+    objects["/api/v1/pods"] = [*objects["/api/v1/pods"], pod]
+    (found,) = findings_of(objects)
+    assert found.check == "release_is_incomplete"
+    assert found.message.endswith("pools are not reconciled (pod operator-1: operator ErrImagePull)")
+    assert "imagePullSecrets" in found.remedy
 
 
 def test_what_works_worse_is_said_beside_what_is_explained() -> None:

@@ -12,6 +12,7 @@ from kvoffload.api.keys import (
     INJECTED_ANNOTATION,
     MOUNT_PATH,
     REPLICATED_LAYOUT_ANNOTATION,
+    SAFE_TO_EVICT_ANNOTATION,
     SKIP_REASON_ANNOTATION,
     WEBHOOK_REPLICA_ANNOTATION,
     WEIGHTS_ID_ANNOTATION,
@@ -234,6 +235,23 @@ def test_the_annotation_chooses_among_several() -> None:
     assert "env" not in injected(pod)["spec"]["containers"][0]
     pod["metadata"]["annotations"] = {"kvoffload.io/container": "nobody"}
     assert inject(pod, facts()).skip_reason is SkipReason.NO_VLLM_CONTAINER
+
+
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [(None, "kvoffload"), ("", "kvoffload"), ("a,b", "a,b,kvoffload"), ("a,kvoffload,b", "a,kvoffload,b")],
+)
+def test_our_volume_keeps_no_autoscaler_from_removing_a_node_and_the_user_s_are_named_as_before(
+    named: str | None, wanted: str
+) -> None:
+    given = {} if named is None else {SAFE_TO_EVICT_ANNOTATION: named}
+    after = injected(pod_manifest(command=DEEPSEEK, annotations=given))
+    assert after["metadata"]["annotations"][SAFE_TO_EVICT_ANNOTATION] == wanted
+
+
+def test_a_pod_that_is_left_alone_says_nothing_to_the_autoscaler() -> None:
+    outcome = inject(pod_manifest(command=DEEPSEEK), facts(mode="Paused"))
+    assert SAFE_TO_EVICT_ANNOTATION not in json.dumps(outcome.operations).replace("~1", "/")
 
 
 def test_required_attachment_adds_its_label_to_every_alternative() -> None:
