@@ -57,7 +57,7 @@ def kubelet_root_dir_is_wrong(facts: ClusterFacts) -> Found:
     for pod in facts.daemons:
         if misses_kubelet_folder(pod):
             remedy = (
-                f"find the kubelet's folder on node {pod.node} (ps -ef | grep -e --root-dir), then helm upgrade "
+                f"find the kubelet's folder on node {pod.node} (ps -efww | grep -e --root-dir), then helm upgrade "
                 f"kvoffload charts/kvoffload -n {pod.namespace} --reset-then-reuse-values --set kubeletRootDir=FOLDER"
             )
             yield Severity.ERROR, f"pod/{pod.namespace}/{pod.name}", pod.mount_failure, remedy
