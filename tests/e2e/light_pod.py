@@ -1,18 +1,31 @@
-"""A pod that opts in and serves, without the weight of an engine; and whether a pod was injected."""
+"""A pod that opts in and serves, without the weight of an engine; whether a pod was injected; engines on its socket."""
 
+import contextlib
 import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from daemon_process import TestEngine
+from hack.console import wait_until
+from hack.demo.kubernetes import Kubernetes
 from hack.demo.servers import NAMESPACE
+from kvoffload.api.keys import VOLUME_NAME
+
+SERVE = "import http.server as s; s.HTTPServer(('', 8000), s.SimpleHTTPRequestHandler).serve_forever()"
 
 
-def light_pod(name: str, *, pool: str, image: str, annotations: dict[str, str] | None = None) -> str:
-    """The manifest of a pod whose container `main` answers on port 8000."""
+def light_pod(
+    name: str, *, pool: str, image: str, annotations: dict[str, str] | None = None, arguments: Sequence[str] = ()
+) -> str:
+    """The manifest of a pod whose container `main` answers on port 8000; `arguments` are for who reads the manifest."""
     container = {
         "name": "main",
         "image": image,
         "imagePullPolicy": "Never",
-        "command": ["python3", "-m", "http.server", "8000"],
+        "command": ["python3", "-c", SERVE, *arguments],
         "readinessProbe": {"httpGet": {"path": "/", "port": 8000}, "periodSeconds": 1},
     }
     metadata = {"name": name, "namespace": NAMESPACE, "labels": {"app": name, "kvoffload.io/pool": pool}}
@@ -25,3 +38,34 @@ def is_injected(pod: dict[str, Any]) -> bool:
     """Whether its first container was told where the daemon's socket is."""
     variables = pod["spec"]["containers"][0].get("env", [])
     return "KVOFFLOAD_SOCKET" in {variable["name"] for variable in variables}
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a daemon has that socket; one that is gone left its file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+@contextlib.contextmanager
+def daemon_socket(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[Path]:
+    """The socket that the attacher put into the pod's emptyDir, once a daemon listens there."""
+    below_pod = f"pods/{pod['metadata']['uid']}/volumes/kubernetes.io~empty-dir/{VOLUME_NAME}"
+    # by a descriptor: the path is longer than a socket's name may be
+    descriptor = os.open(kubernetes.settings.kubelet_root / below_pod, os.O_PATH | os.O_DIRECTORY)
+    path = Path(f"/proc/self/fd/{descriptor}/daemon.sock")
+    try:
+        wait_until("a daemon to listen in the pod", lambda: is_listening(path), timeout_seconds=30)
+        yield path
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def attached_engine(kubernetes: Kubernetes, pod: dict[str, Any], **engine: Any) -> Iterator[TestEngine]:
+    """An engine of two ranks on the pod's socket; `engine`: more of `TestEngine`."""
+    with daemon_socket(kubernetes, pod) as path:
+        attached = TestEngine(path, engine_id=pod["metadata"]["name"], **engine)
+    try:
+        yield attached
+    finally:
+        attached.close()

@@ -7,10 +7,7 @@
 """
 
 import base64
-import contextlib
 import json
-import os
-import socket
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,9 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from daemon_process import TestEngine
 from e2e.foreign_kinds import define, remove
-from e2e.light_pod import is_injected, light_pod
+from e2e.light_pod import attached_engine, is_injected, light_pod
 from hack.cache import REPOSITORY
 from hack.cluster import machine
 from hack.console import StepError, step, wait_until
@@ -33,7 +29,7 @@ from hack.demo.kubernetes import Kubernetes, condition_status
 from hack.demo.run import Stage
 from hack.demo.servers import NAMESPACE as USERS
 from hack.shell import run
-from kvoffload.api.keys import DAEMON_NODE_LABEL_PREFIX, READY_NODE_LABEL_PREFIX, VOLUME_NAME, daemonset_name
+from kvoffload.api.keys import DAEMON_NODE_LABEL_PREFIX, READY_NODE_LABEL_PREFIX, daemonset_name
 from kvoffload.api.schema import build_crds
 from kvoffload_operator.webhook.certificates import make_certificate, utc_now
 
@@ -102,30 +98,6 @@ def assert_serves(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:
     assert now["status"]["containerStatuses"][0]["restartCount"] == 0
     with urllib.request.urlopen(f"http://{now['status']['podIP']}:8000/", timeout=5) as response:
         assert response.status == 200
-
-
-def is_listening(path: Path) -> bool:
-    """Whether a daemon has that socket; one that is gone left its file."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
-
-
-@contextlib.contextmanager
-def attached_engine(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[TestEngine]:
-    """An engine of two ranks, on the socket that the attacher put into the pod's emptyDir."""
-    below_pod = f"pods/{pod['metadata']['uid']}/volumes/kubernetes.io~empty-dir/{VOLUME_NAME}"
-    # by a descriptor: the path is longer than a socket's name may be
-    descriptor = os.open(kubernetes.settings.kubelet_root / below_pod, os.O_PATH | os.O_DIRECTORY)
-    path = Path(f"/proc/self/fd/{descriptor}/daemon.sock")
-    try:
-        wait_until("a daemon to listen in the pod", lambda: is_listening(path), timeout_seconds=30)
-        engine = TestEngine(path, engine_id=pod["metadata"]["name"])
-    finally:
-        os.close(descriptor)
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def wait_converged(kubernetes: Kubernetes, release: Release, *, log_level: str) -> None:
