@@ -279,7 +279,10 @@ class TestEngine:
         identity: bytes = b"i" * 32,
         key_bytes: int = 32,
         process: bytes = b"",
+        reason: str = "",
+        message: str = "",
     ) -> None:
+        """`reason` and `message`: why the ranks' bytes differ, as the gate of an engine says it."""
         common: dict[str, Any] = {"protocol_min": 1, "protocol_max": 1, "engine_id": engine_id, "world_size": ranks}
         self.workers = [
             connect(
@@ -292,6 +295,8 @@ class TestEngine:
                     part_bytes=part_bytes,
                     process=process and process[:15] + bytes([rank + 1]),
                     model="test-model",
+                    reason=reason,
+                    message=message,
                     **common,
                 ),
             )

@@ -33,17 +33,11 @@ class Part(StrEnum):
 class NodePages:
     """Huge pages of one size on a node, in bytes, as its kubelet reports them."""
 
-    capacity_bytes: int
-    """What the kubelet found at its start."""
     allocatable_bytes: int
-    """What of it pods may have."""
+    """What pods may have: all that the kubelet found at its start, for no kubelet can keep huge pages back."""
     requested_bytes_by_pool: Mapping[str, int]
     """Requests of our daemons' pods on this node."""
     requested_bytes_by_others: int
-
-    def are_kept_back(self, num_bytes: int) -> bool:
-        """Whether the node has so many bytes of these pages, and its kubelet does not give pods as many."""
-        return self.allocatable_bytes < num_bytes <= self.capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)

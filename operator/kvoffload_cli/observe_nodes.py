@@ -38,7 +38,6 @@ def node_facts(node: Manifest, pods: Iterable[Manifest]) -> NodeFacts:
             else:
                 by_others += requested
         pages[size.value] = NodePages(
-            capacity_bytes=parse_quantity(status["capacity"][size.resource_name]),
             allocatable_bytes=parse_quantity(status["allocatable"][size.resource_name]),
             requested_bytes_by_pool=by_pool,
             requested_bytes_by_others=by_others,

@@ -22,6 +22,8 @@ class FaultyProxy:
     def __init__(self, upstream: str, port: int) -> None:
         self._upstream, self._port = upstream, port
         self.fault: Fault = lambda method, path, number: None
+        self.stand_ins: dict[str, object] = {}
+        """What the proxy itself answers for a path, as JSON."""
         self.is_cut_off = False
         self.answered: Counter[int] = Counter()
         """Statuses that the proxy answered with by itself."""
@@ -83,6 +85,8 @@ class FaultyProxy:
                 "message": "by the test",
             }
             return web.json_response(body, status=status, headers={"Retry-After": "1"})
+        if request.path in self.stand_ins:
+            return web.json_response(self.stand_ins[request.path])
         headers = {key: value for key, value in request.headers.items() if key.lower() != "host"}
         async with session.request(
             request.method,

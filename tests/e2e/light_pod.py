@@ -1,28 +1,33 @@
-"""A pod that opts in and serves, without the weight of an engine: made, asked, and its socket for engines of a test."""
+"""A pod that opts in and serves, without the weight of an engine: made, asked, and engines of a test on its socket."""
 
 import contextlib
 import json
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from daemon_process import TestEngine
 from hack.console import wait_until
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.run import Stage
 from hack.demo.servers import NAMESPACE
 from kvoffload.api.keys import VOLUME_NAME
 
+SERVE = "import http.server as s; s.HTTPServer(('', 8000), s.SimpleHTTPRequestHandler).serve_forever()"
 
-def light_pod(name: str, *, pool: str, image: str, annotations: dict[str, str] | None = None) -> str:
-    """The manifest of a pod whose container `main` answers on port 8000."""
+
+def light_pod(
+    name: str, *, pool: str, image: str, annotations: dict[str, str] | None = None, arguments: Sequence[str] = ()
+) -> str:
+    """The manifest of a pod whose container `main` answers on port 8000; `arguments` are for who reads the manifest."""
     container = {
         "name": "main",
         "image": image,
         "imagePullPolicy": "Never",
-        "command": ["python3", "-m", "http.server", "8000"],
+        "command": ["python3", "-c", SERVE, *arguments],
         "readinessProbe": {"httpGet": {"path": "/", "port": 8000}, "periodSeconds": 1},
     }
     metadata = {"name": name, "namespace": NAMESPACE, "labels": {"app": name, "kvoffload.io/pool": pool}}
@@ -54,6 +59,12 @@ def assert_serves(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:
         assert response.status == 200
 
 
+def is_listening(path: Path) -> bool:
+    """Whether a daemon has that socket; one that is gone left its file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
 @contextlib.contextmanager
 def daemon_socket(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[Path]:
     """The socket that the attacher put into the pod's emptyDir, once a daemon listens there."""
@@ -68,7 +79,12 @@ def daemon_socket(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[Path]
         os.close(descriptor)
 
 
-def is_listening(path: Path) -> bool:
-    """Whether a daemon has that socket; one that is gone left its file."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
+@contextlib.contextmanager
+def attached_engine(kubernetes: Kubernetes, pod: dict[str, Any], **engine: Any) -> Iterator[TestEngine]:
+    """An engine of two ranks on the pod's socket; `engine`: more of `TestEngine`."""
+    with daemon_socket(kubernetes, pod) as path:
+        attached = TestEngine(path, engine_id=pod["metadata"]["name"], **engine)
+    try:
+        yield attached
+    finally:
+        attached.close()

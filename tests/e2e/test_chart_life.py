@@ -7,7 +7,6 @@
 """
 
 import base64
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from daemon_process import TestEngine
 from e2e.foreign_kinds import define, remove
-from e2e.light_pod import assert_serves, daemon_socket, is_injected, make_pod
+from e2e.light_pod import assert_serves, attached_engine, is_injected, make_pod
 from hack.cache import REPOSITORY
 from hack.cluster import machine
 from hack.console import StepError, step, wait_until
@@ -81,17 +79,6 @@ def previous_chart(folder: Path) -> Path:
         pytest.skip(f"needs the repository's history for the chart to upgrade from: {error}")
     run(["tar", "-xf", folder / "chart.tar", "-C", folder])
     return folder / "charts" / "kvoffload"
-
-
-@contextlib.contextmanager
-def attached_engine(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[TestEngine]:
-    """An engine of two ranks, on the socket that the attacher put into the pod's emptyDir."""
-    with daemon_socket(kubernetes, pod) as path:
-        engine = TestEngine(path, engine_id=pod["metadata"]["name"])
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def wait_converged(kubernetes: Kubernetes, release: Release, *, log_level: str) -> None:

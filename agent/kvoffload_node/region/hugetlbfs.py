@@ -54,8 +54,9 @@ def read_mount(path: Path, mounts_file: Path = Path("/proc/self/mountinfo")) -> 
             kind = tail.split()[0]
     if kind not in ("hugetlbfs", "tmpfs"):
         raise NoHugetlbfs(
-            f"{path} is {kind or 'no mount point of its own'}, needed is a hugetlbfs mount; mount one on the node, or "
-            "set hugetlbfsMount: Managed in the pool"
+            f"{path} is {kind or 'no mount point of its own'}, needed is a hugetlbfs mount; mount one on the node and "
+            "delete this daemon's pod, which sees only what was mounted before it; or set hugetlbfsMount: Managed in "
+            "the pool"
         )
     return Mount(path=path, page_bytes=os.statvfs(path).f_bsize, is_hugetlbfs=kind == "hugetlbfs")
 

@@ -77,12 +77,12 @@ class Region:
         if not mount.is_hugetlbfs and spec.fallback is Fallback.NONE:
             raise NoHugetlbfs(
                 f"{mount.path} is shared memory in 4 KiB pages and the pool has fallback None; mount a hugetlbfs "
-                "there, or set fallback: SharedMemory"
+                "there and delete this daemon's pod, or set fallback: SharedMemory"
             )
         if spec.page_size_bytes != mount.page_bytes and mount.is_hugetlbfs:
             raise RegionUnusable(
                 f"{mount.path} has pages of {mount.page_bytes} bytes, the pool asks for {spec.page_size_bytes}; "
-                "mount a hugetlbfs of that page size there"
+                "mount a hugetlbfs of that page size there and delete this daemon's pod"
             )
         self.folder.mkdir(mode=0o700, exist_ok=True)
         catalog = read_catalog(self._catalog_path)

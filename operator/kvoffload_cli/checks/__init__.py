@@ -9,7 +9,6 @@ from kvoffload_cli.checks.cluster import several_releases_are_installed, somethi
 from kvoffload_cli.checks.finding import Check, Finding, Severity
 from kvoffload_cli.checks.nodes import (
     kubelet_counts_missing_pages,
-    kubelet_reserves_pages,
     kubelet_root_dir_is_wrong,
     node_is_not_ready,
 )
@@ -57,7 +56,6 @@ CHECKS: tuple[Check, ...] = (
     node_is_not_ready,
     pool_matches_no_node,
     pools_overlap,
-    kubelet_reserves_pages,
     node_is_short_of_pages,
     kubelet_root_dir_is_wrong,
     daemon_pods_are_refused,

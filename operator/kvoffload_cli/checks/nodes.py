@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvoffload.api.conditions import RegionCondition, RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPool
-from kvoffload.api.reservation import RESTART_KUBELET, reserve_remedy
+from kvoffload.api.reservation import reserve_remedy
 from kvoffload.units import format_bytes
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, NodePages
@@ -20,18 +20,6 @@ def node_is_not_ready(facts: ClusterFacts) -> Found:
         if node.name in matching and node.not_ready:
             message = f"its kubelet is not ready: {node.not_ready}"
             remedy = "on the node: systemctl status kubelet; journalctl -u kubelet -n 50"
-            yield Severity.ERROR, f"node/{node.name}", message, remedy
-
-
-def kubelet_reserves_pages(facts: ClusterFacts) -> Found:
-    """A node has the pool's pages, and its kubelet keeps so many of them back that the pool cannot have them."""
-    for pool, node, pages in _pages_of(facts):
-        if pages.are_kept_back(pool.spec.capacity):
-            name = pool.spec.page_size.resource_name
-            given, found = format_bytes(pages.allocatable_bytes), format_bytes(pages.capacity_bytes)
-            needed = f"pool {pool.name} needs {format_bytes(pool.spec.capacity)}"
-            message = f"its kubelet gives pods {given} of {found} {name}, {needed}"
-            remedy = f"take {name} out of the kubelet's systemReserved and kubeReserved, then {RESTART_KUBELET}"
             yield Severity.ERROR, f"node/{node.name}", message, remedy
 
 
@@ -69,7 +57,7 @@ def kubelet_root_dir_is_wrong(facts: ClusterFacts) -> Found:
     for pod in facts.daemons:
         if misses_kubelet_folder(pod):
             remedy = (
-                f"find the kubelet's folder on node {pod.node} (ps -ef | grep -e --root-dir), then helm upgrade "
+                f"find the kubelet's folder on node {pod.node} (ps -efww | grep -e --root-dir), then helm upgrade "
                 f"kvoffload charts/kvoffload -n {pod.namespace} --reset-then-reuse-values --set kubeletRootDir=FOLDER"
             )
             yield Severity.ERROR, f"pod/{pod.namespace}/{pod.name}", pod.mount_failure, remedy

@@ -62,9 +62,6 @@ def node_is_short_of_pages(facts: ClusterFacts) -> Found:
             continue
         size, capacity = pool.spec.page_size, format_bytes(pool.spec.capacity)
         for node in facts.matching_nodes(pool):
-            pages = node.pages.get(size.value)
-            if pages and pages.are_kept_back(pool.spec.capacity):
-                continue  # not for want of pages: `kubelet_reserves_pages`
             if not is_short(pool, node):
                 continue
             allocatable, taken = allocatable_bytes(pool, node), taken_bytes(pool, node)
