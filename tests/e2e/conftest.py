@@ -33,16 +33,18 @@ def kubernetes(stage: Stage) -> Kubernetes:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a cluster without the release comes before it, what looks back on the whole run at its end. Where
-    several processes run the tests, one has all that use the local cluster, the others whole modules."""
+    """What needs a cluster without the release comes before it, what looks back on the whole run at its end."""
 
     def place(item: pytest.Item) -> int:
         return bool(item.get_closest_marker("runs_last")) - bool(item.get_closest_marker("runs_first"))
 
     items.sort(key=place)
-    for item in items:
-        uses_cluster = item.get_closest_marker("cluster") is not None
-        item.add_marker(pytest.mark.xdist_group("cluster" if uses_cluster else item.path.stem))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Where several processes run the tests, one has all that use the local cluster, the others whole modules."""
+    uses_cluster = item.get_closest_marker("cluster") is not None
+    item.add_marker(pytest.mark.xdist_group("cluster" if uses_cluster else item.path.stem))
 
 
 @pytest.fixture(scope="session")
