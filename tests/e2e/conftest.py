@@ -3,13 +3,16 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from e2e.control_plane import control_plane as control_plane
 from e2e.daemon_pod import ContainerView, Roll, roll_under_load, view_containers
 from e2e.user_tools import ToolOutputs, use_tools
 from e2e.zeroing import zero_region_pages
+from hack.cache import REPOSITORY
 from hack.cluster.settings import ClusterSettings
 from hack.demo import run as demo
 from hack.demo.installation import install_chart
@@ -41,10 +44,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Where several processes run the tests, one has all that use the local cluster, the others whole modules."""
-    uses_cluster = item.get_closest_marker("cluster") is not None
-    item.add_marker(pytest.mark.xdist_group("cluster" if uses_cluster else item.path.stem))
+class OneForTheCluster(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
+    """Where several processes run the tests, one has every module that uses the local cluster, and is given them first;
+    the others have a module at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return "cluster" if "pytest.mark.cluster" in (REPOSITORY / module).read_text() else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneForTheCluster:
+    """Called by xdist, whatever `--dist` says."""
+    return OneForTheCluster(config, log)
 
 
 @pytest.fixture(scope="session")
