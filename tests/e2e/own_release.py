@@ -77,7 +77,7 @@ class OwnRelease:
     def remove(self) -> None:
         """Remove everything of it that is there, and the pods that opted in to its pool."""
         kubernetes, selector = self.kubernetes, f"--selector=kvoffload.io/pool={self.name}"
-        kubernetes.kubectl("delete", "deployments,pods", f"--namespace={USERS}", selector, "--wait=true")
+        kubernetes.kubectl("delete", "deployments,replicasets,pods", f"--namespace={USERS}", selector, "--wait=true")
         if kubernetes.is_known("kvpool"):
             kubernetes.delete("kvpool", self.name)
         daemons = [f"--selector={DAEMON_SELECTOR}={self.name}", f"--namespace={self.namespace}", "--timeout=90s"]

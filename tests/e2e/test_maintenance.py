@@ -74,14 +74,14 @@ def serving(release: OwnRelease) -> Iterator[Serving]:
     release.make_pool()
     kubernetes = release.kubernetes
     kubernetes.apply(deployment(release.stage))
-    pod = kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={NAME}", timeout_seconds=60)
-    with daemon_socket(kubernetes, pod) as path:
-        engine = attach(path, "stores")
-        try:
+    try:
+        pod = kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={NAME}", timeout_seconds=60)
+        with daemon_socket(kubernetes, pod) as path, contextlib.closing(attach(path, "stores")) as engine:
             yield Serving(release, pod, engine, fill(engine, NUM_CHUNKS, salt=next(SALTS)))
-        finally:
-            engine.close()
-            kubernetes.delete("deployment", NAME, namespace=USERS)
+    finally:
+        # each kind by itself: a garbage collector that has just lost the API server may miss that an owner went
+        kinds = "deployments,replicasets,pods"
+        kubernetes.kubectl("delete", kinds, f"--namespace={USERS}", f"--selector=app={NAME}", "--wait=true")
 
 
 def evict(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:
