@@ -199,7 +199,8 @@ def test_pools_pages_and_engines(served: Stage, doctor: Doctor, speaker: dict[st
         (paused,) = doctor.wait_found(("pool_is_not_ready", f"pool/{POOL}"))
         doctor.follow(paused["remedy"])
         doctor.wait_gone("pool_is_not_ready")
-    doctor.wait_gone()
+    with attached_engine(kubernetes, speaker):
+        doctor.wait_gone()
 
 
 def test_a_kubelet_away_and_a_pod_that_never_attached(served: Stage, doctor: Doctor) -> None:
@@ -362,7 +363,8 @@ def test_values_of_the_chart(served: Stage, doctor: Doctor, wrong_values: None) 
     doctor.follow(command_in(folder, r"helm upgrade .*").replace("FOLDER", root))
     (image,) = doctor.wait_found(("daemon_does_not_run", daemon))
     assert "ErrImageNeverPull" in image["message"]
-    assert "mistyped" in doctor.follow(image["remedy"])
+    assert "push that image" in image["remedy"]
+    assert "mistyped" in doctor.follow(command_in(image, r"kubectl -n \S+ describe pod \S+"))
     install_chart(served.kubernetes, served.images)
     doctor.wait_gone(timeout_seconds=90)
 

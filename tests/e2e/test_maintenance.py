@@ -127,15 +127,16 @@ def wait_given_back(serving: Serving) -> None:
     def are_free() -> bool:
         with contextlib.suppress(DaemonUnavailable):
             serving.engine.acknowledge_revocations()
-        return machine.read_hugepages("free") == serving.release.free_pages_before
+        return (
+            machine.read_hugepages("free") == serving.release.free_pages_before and not serving.release.files.exists()
+        )
 
     wait_until(
-        "the pages to be free again",
+        "the pages to be free again and the daemon's files gone",
         are_free,
         timeout_seconds=60,
         explain=lambda: f"{machine.read_hugepages('free')} of {serving.release.free_pages_before} are free",
     )
-    assert not serving.release.files.exists()
 
 
 def assert_holds_up_nothing(serving: Serving, *, newcomer: str) -> dict[str, Any]:
