@@ -207,8 +207,10 @@ def test_a_node_is_drained_with_its_daemon_in_place_and_is_warm_when_it_is_back(
 
 @contextlib.contextmanager
 def api_server_away(settings: ClusterSettings) -> Iterator[None]:
-    """No API server for a while; what runs on the node runs on."""
-    processes.stop("apiserver", settings)
+    """No API server for a while; what runs on the node runs on. The controllers start anew with it: their watches come
+    back one after another, and one that sees a ReplicaSet go before its Deployment makes it again, owned by nobody."""
+    for name in ("controller-manager", "apiserver"):
+        processes.stop(name, settings)
     try:
         yield
     finally:
