@@ -23,6 +23,7 @@ from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, MLAAttentionSpec
 from vllm.v1.worker import utils as worker_utils
 
+from kvoffload_engine.budget import DEFAULT_STEP_SECONDS
 from kvoffload_engine.connector import KVOffloadConnector
 from kvoffload_engine.environment import DEADLINE_VARIABLE
 from kvoffload_engine.facts import WorkerFacts, layer_specs, observe_worker
@@ -168,4 +169,5 @@ class ConfiguredEngine(ToyEngine):
         scheduler.set_xfer_handshake_metadata_pp_aware(self.identities)
         assert not scheduler._inert_because, scheduler._inert_because
         self.manager = scheduler._manager
+        self.record_waits(DEFAULT_STEP_SECONDS)
         self.wait_until_ready()

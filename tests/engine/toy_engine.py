@@ -115,14 +115,18 @@ class ToyEngine:
             worker.start()
             self.workers.append(worker)
         self.manager = KVOffloadManager(step_seconds=step_seconds)
+        self.record_waits(step_seconds)
+        hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
+        self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: none_hash, chunks_per_step=32)
+        self.wait_until_ready()
+
+    def record_waits(self, step_seconds: float) -> None:
+        """From now on, for `assert_one_deadline_a_step`."""
         self.step_seconds = step_seconds
         self.waits: list[list[float]] = [[]]
         """How long the scheduler was ready to wait for the daemon each time it waited, seconds, for each step."""
         self._poll = self.manager.link.poll
         self.manager.link.poll = self._recorded_poll
-        hello = Hello(role="scheduler", rank=-1, process=os.urandom(16), **common)
-        self.manager.connect(socket_path, make_hello=lambda: hello, none_hash=lambda: none_hash, chunks_per_step=32)
-        self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
         """Until the daemon has told the row of all ranks."""
