@@ -31,7 +31,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvoffload.api.keys import OPERATOR_FIELD_MANAGER
 from kvoffload.errors import KVOffloadError
 from kvoffload_operator import metrics
-from kvoffload_operator.kube import SECRETS, KubeClient, Resource
+from kvoffload_operator.kube import DEPLOYMENTS, SECRETS, KubeClient, Resource
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +226,7 @@ async def ensure_certificates(
         logger.info("serving certificate: %s, valid until %s", plan.step, plan.expires_at.isoformat())
         encoded: dict[str, str | None] = {key: base64.b64encode(value).decode() for key, value in plan.data.items()}
         if found is None:
+            await _require_owner(kube, owner, namespace)
             await kube.create(SECRETS, _secret(secret, namespace, owner) | {"data": encoded}, namespace)
         else:
             gone = dict.fromkeys(stored.keys() - plan.data.keys())
@@ -233,6 +234,16 @@ async def ensure_certificates(
     for resource, name in configurations:
         await ensure_bundle(kube, resource, name, plan.bundle)
     return plan
+
+
+async def _require_owner(kube: KubeClient, owner: Mapping[str, str], namespace: str) -> None:
+    """The Deployment that a Secret goes with is there and stays. One that is being deleted takes a new Secret along at
+    once, and caBundle would name a certificate that nobody serves. Raises KVOffloadError."""
+    metadata = (await kube.get(DEPLOYMENTS, owner["name"], namespace) or {}).get("metadata") or {}
+    if metadata.get("uid") != owner["uid"] or "deletionTimestamp" in metadata:
+        raise KVOffloadError(
+            f"Deployment {namespace}/{owner['name']} is gone or goes: the webhook serves with what it has"
+        )
 
 
 def _secret(name: str, namespace: str, owner: Mapping[str, str]) -> dict[str, Any]:
