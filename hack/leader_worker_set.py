@@ -5,8 +5,7 @@ Its chart is in the same Go module; the build takes 2 to 5 min on two cores.
 
 from pathlib import Path
 
-from hack.cache import cache_root
-from hack.cluster.programs import GoProgram, download_module, ensure_program
+from hack.cluster.programs import GoProgram, download_module
 from hack.foreign_crds import LEADER_WORKER_SET
 
 PROGRAM = GoProgram(
@@ -16,12 +15,6 @@ PROGRAM = GoProgram(
     packages=(f"{LEADER_WORKER_SET[0]}/cmd",),
     binaries=("lws-manager",),
 )
-
-
-def ensure_leader_worker_set() -> Path:
-    """Build the program if the cache lacks it; returns its path."""
-    ensure_program(PROGRAM, log=cache_root() / "logs" / "leader-worker-set.log")
-    return PROGRAM.folder / PROGRAM.binaries[0]
 
 
 def leader_worker_set_chart() -> Path:

@@ -6,8 +6,7 @@ main.go runs the same controllers and CA injector from the packages of its main 
 
 from pathlib import Path
 
-from hack.cache import cache_root
-from hack.cluster.programs import GoProgram, download_module, ensure_program
+from hack.cluster.programs import GoProgram, download_module
 from hack.foreign_crds import CERT_MANAGER
 
 PROGRAM = GoProgram(
@@ -18,12 +17,6 @@ PROGRAM = GoProgram(
     binaries=("cert-manager",),
     main=Path(__file__).with_name("main.go"),
 )
-
-
-def ensure_cert_manager() -> Path:
-    """Build the program if the cache lacks it; returns its path."""
-    ensure_program(PROGRAM, log=cache_root() / "logs" / "cert-manager.log")
-    return PROGRAM.folder / PROGRAM.binaries[0]
 
 
 def cert_manager_crds() -> list[Path]:

@@ -122,11 +122,14 @@ def ensure_programs(log: Path) -> list[Path]:
     return [*paths, _ensure_pause(log)]
 
 
-def ensure_program(program: GoProgram, *, log: Path) -> None:
-    """Build one program if the cache lacks it."""
+def ensure_program(program: GoProgram, *, log: Path | None = None) -> Path:
+    """Build one program if the cache lacks it, by default with a log of its own; returns the path of its first
+    binary."""
+    log = log or cache_root() / "logs" / f"{program.name}.log"
     if not program.is_built:
         with step(f"Building {program.name} {program.version} from its Go module (log: {log})"):
             build_program(program, log=log)
+    return program.folder / program.binaries[0]
 
 
 def download_module(module: str, version: str) -> Path:
@@ -142,7 +145,6 @@ def build_program(program: GoProgram, *, log: Path) -> None:
     with made_whole(program.folder) as target:
         source = target / "src"
         source.mkdir()
-        (source / "go.mod").write_text("module programs\n")
         replaces = _staging_replaces(program) if program.replaces_staging else ""
         if program.replaces:
             replaces += f"\nreplace {program.replaces}\n"

@@ -6,8 +6,7 @@ is built without that discovery. Together the builds take 5 min on two cores.
 
 from pathlib import Path
 
-from hack.cache import cache_root
-from hack.cluster.programs import GoProgram, ensure_program
+from hack.cluster.programs import GoProgram
 from hack.foreign_crds import PROMETHEUS_OPERATOR
 
 PROMETHEUS = GoProgram(
@@ -26,18 +25,3 @@ SCRAPE_CONFIGURATION = GoProgram(
     binaries=("scrape-configuration",),
     main=Path(__file__).with_name("main.go"),
 )
-
-
-def ensure_prometheus() -> Path:
-    """Build Prometheus if the cache lacks it; returns the path of the program."""
-    return _ensure(PROMETHEUS)
-
-
-def ensure_scrape_configuration() -> Path:
-    """Build the program that reads a PodMonitor and prints a configuration, if the cache lacks it; returns its path."""
-    return _ensure(SCRAPE_CONFIGURATION)
-
-
-def _ensure(program: GoProgram) -> Path:
-    ensure_program(program, log=cache_root() / "logs" / f"{program.name}.log")
-    return program.folder / program.binaries[0]

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from hack.cache import cache_root
-from hack.cluster.programs import GoProgram, ensure_program
+from hack.cluster.programs import GoProgram
 
 PROGRAM = GoProgram(
     name="registry",
@@ -13,9 +12,3 @@ PROGRAM = GoProgram(
     binaries=("registry",),
     main=Path(__file__).with_name("main.go"),
 )
-
-
-def ensure_registry() -> Path:
-    """Build the program if the cache lacks it; returns its path."""
-    ensure_program(PROGRAM, log=cache_root() / "logs" / "registry.log")
-    return PROGRAM.folder / PROGRAM.binaries[0]

@@ -40,7 +40,8 @@ from e2e.webhook_replicas import (
     is_injected,
     publish,
 )
-from hack.cert_manager.program import cert_manager_crds, ensure_cert_manager
+from hack.cert_manager.program import PROGRAM, cert_manager_crds
+from hack.cluster.programs import ensure_program
 from operator_builders import pod_manifest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -96,7 +97,7 @@ class Webhook:
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane with cert-manager, an issuer, and the chart as it is, webhook configurations included."""
-    program = ensure_cert_manager()
+    program = ensure_program(PROGRAM)
     with running_control_plane(tmp_path_factory.mktemp("cert-manager")) as running:
         for crd in cert_manager_crds():
             running.kubectl("apply", "--server-side", "-f", str(crd))

@@ -18,9 +18,10 @@ import yaml
 
 from e2e.control_plane import NAMESPACE, ControlPlane, operator_token, render_chart, running_operator, wait_until
 from e2e.operator_pools import pool_manifest
+from hack.cluster.programs import ensure_program
 from hack.demo.discovery import META, discover, documented_job, pod_monitor_job
 from hack.demo.prometheus import PrometheusServer, running_prometheus, serving_prometheus
-from hack.prometheus.program import ensure_prometheus, ensure_scrape_configuration
+from hack.prometheus.program import PROMETHEUS, SCRAPE_CONFIGURATION
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -114,7 +115,7 @@ def monitor() -> Object:
 @pytest.fixture(scope="module")
 def generated_job(monitor: Object) -> Object:
     """What the Prometheus operator makes of the PodMonitor."""
-    program = ensure_scrape_configuration()
+    program = ensure_program(SCRAPE_CONFIGURATION)
     done = subprocess.run([program], input=yaml.safe_dump(monitor), capture_output=True, text=True, check=True)
     # the one shard that there is: the operator's sidecar fills that in
     (job,) = yaml.safe_load(done.stdout.replace("$(SHARD)", "0"))["scrape_configs"]
@@ -134,7 +135,7 @@ def found(
         assert (discovery["role"], discovery["namespaces"]) == ("pod", {"names": [NAMESPACE]})
         discovery["kubeconfig_file"] = str(kubeconfig)
     folder = tmp_path_factory.mktemp("prometheus-by-itself")
-    with serving_prometheus({"scrape_configs": jobs}, folder, program=ensure_prometheus()) as server:
+    with serving_prometheus({"scrape_configs": jobs}, folder, program=ensure_program(PROMETHEUS)) as server:
         wait_until(lambda: len(server.targets("active")) == 2 * len(placed(pods)), "it to find every pod", seconds=60)
         yield server
 

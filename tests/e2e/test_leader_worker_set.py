@@ -17,7 +17,8 @@ import yaml
 from e2e.control_plane import ControlPlane, free_port, operator_token, render_chart, wait_until
 from e2e.webhook_replicas import publish, serving_replicas
 from fixtures.examples import EXAMPLES, assert_injected, assert_left_alone, objects_in, pods_of
-from hack.leader_worker_set import ensure_leader_worker_set, leader_worker_set_chart
+from hack.cluster.programs import ensure_program
+from hack.leader_worker_set import PROGRAM, leader_worker_set_chart
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -30,7 +31,7 @@ Object = dict[str, Any]
 @pytest.fixture(scope="module")
 def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     """Our webhooks and LeaderWorkerSet's, called by one API server; a pool that the example names."""
-    program = ensure_leader_worker_set()
+    program = ensure_program(PROGRAM)
     objects = render_chart(chart=leader_worker_set_chart(), namespace=NAMESPACE)
     crds = [one for one in objects if one["kind"] == "CustomResourceDefinition"]
     control_plane.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(crds))

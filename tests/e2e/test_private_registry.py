@@ -19,12 +19,13 @@ from e2e.own_release import OwnRelease, own_release
 from e2e.user_tools import run_plugin
 from hack.cache import REPOSITORY
 from hack.cluster import lifecycle
+from hack.cluster.programs import ensure_program
 from hack.console import wait_until
 from hack.demo.installation import NAMESPACE, RELEASE
 from hack.demo.run import Stage
 from hack.images.build import NODE, OPERATOR
 from hack.images.storage import run_buildah, storage_root
-from hack.registry.program import ensure_registry
+from hack.registry.program import PROGRAM
 from hack.shell import run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.runs_first, pytest.mark.long]
@@ -118,7 +119,7 @@ def private(stage: Stage, tmp_path: Path) -> Iterator[Private]:
     images = build_unseen_images(stage, tmp_path)
     with (tmp_path / "log").open("wb") as log:
         # a test that is killed leaves no registry behind
-        program = ["setpriv", "--pdeathsig", "KILL", ensure_registry(), ADDRESS, tmp_path / "store"]
+        program = ["setpriv", "--pdeathsig", "KILL", ensure_program(PROGRAM), ADDRESS, tmp_path / "store"]
         environment = os.environ | {"REGISTRY_USER": USER, "REGISTRY_PASSWORD": PASSWORD}
         command = ["nsenter", f"--net={settings.namespace_path}", *map(str, program)]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
