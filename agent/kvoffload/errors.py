@@ -36,6 +36,22 @@ class RefusalReason(str, Enum):
     RATE = "Rate"
 
 
+class Shortage(str, Enum):
+    """Why a reservation brings fewer slots than were asked for; on the wire in `Reserved.reason`, beside some of the
+    above; a closed set, used as metric label."""
+
+    QUOTA_LIMIT = "QuotaLimit"
+    """The Kubernetes namespace is at its limit, and nothing of its own can be evicted."""
+    ALLOCATING = "Allocating"
+    """Pages are being allocated: ask again soon."""
+    ALL_LEASED = "AllLeased"
+    """Every slot is leased, being written, or guaranteed to others."""
+    STATE_FULL = "StateFull"
+    """The disk of the state folder does not take the records of more slots."""
+    RECOVERING = "Recovering"
+    """An engine of before the restart has not yet said what it holds: nothing is evicted until it has, or is dead."""
+
+
 class KVOffloadError(Exception):
     """Root of the tree."""
 

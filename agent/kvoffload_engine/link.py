@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import DaemonUnavailable, ProtocolError
+from kvoffload.errors import DaemonUnavailable, ProtocolError, Shortage
 from kvoffload.protocol.client import Connector, Session
 from kvoffload.protocol.messages import (
     MAX_KEYS,
@@ -52,9 +52,9 @@ REPORT_SECONDS = 1.0
 REGION_SHARE = 8
 """At most one slot in so many of the region is held unused by one engine."""
 SAID_REASONS = {
-    "QuotaLimit": "the Kubernetes namespace is at its limit in the pool's quotas, and all that it stored is in use; "
-    "raise the limit",
-    "StateFull": "the disk of the node daemon's state folder is full; make room on the node",
+    Shortage.QUOTA_LIMIT.value: "the Kubernetes namespace is at its limit in the pool's quotas, and all that it "
+    "stored is in use; raise the limit",
+    Shortage.STATE_FULL.value: "the disk of the node daemon's state folder is full; make room on the node",
 }
 """Why fewer slots come than were asked for, where a person can do something about it; said once a session. The daemon
 counts all reasons (`kvoffload_short_reservations_total`)."""

@@ -6,9 +6,9 @@ offset to count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum, StrEnum
+from enum import Enum
 
-from kvoffload.errors import ProtocolError
+from kvoffload.errors import ProtocolError, Shortage
 from kvoffload_node.index.eviction import coldest_slot, coldest_unleased
 from kvoffload_node.index.quotas import Account
 from kvoffload_node.index.slots import Namespace, ReadySlot, Slab, Write, WriteOwner
@@ -26,21 +26,6 @@ class Supply(Enum):
     """An extent is being allocated: ask again soon, evict nothing."""
     NONE = "none"
     """No extent can be had: evict a slot of the slab itself."""
-
-
-class Shortage(StrEnum):
-    """Why a reservation brings fewer slots than were asked for; on the wire in `Reserved.reason`."""
-
-    QUOTA_LIMIT = "QuotaLimit"
-    """The Kubernetes namespace is at its limit, and nothing of its own can be evicted."""
-    ALLOCATING = "Allocating"
-    """Pages are being allocated: ask again soon."""
-    ALL_LEASED = "AllLeased"
-    """Every slot is leased, being written, or guaranteed to others."""
-    STATE_FULL = "StateFull"
-    """The disk of the state folder does not take the records of more slots."""
-    RECOVERING = "Recovering"
-    """An engine of before the restart has not yet said what it holds: nothing is evicted until it has, or is dead."""
 
 
 class TenantIndex(SlotTable):

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from kvoffload.errors import RefusalReason
+from kvoffload.errors import RefusalReason, Shortage
 from kvoffload.protocol.messages import Report
 from kvoffload_node.failures import Part
 from kvoffload_node.index.slots import Namespace
-from kvoffload_node.index.tenant import Shortage
 from kvoffload_node.region.extents import HEADROOM_EXTENTS
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import Engine, Session

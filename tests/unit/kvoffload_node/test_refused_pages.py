@@ -12,10 +12,9 @@ import pytest
 
 from kvoffload.api.pool import Fallback, NumaPolicy, Sharing
 from kvoffload.api.region import KVOffloadRegionSpec
-from kvoffload.errors import RegionUnusable
+from kvoffload.errors import RegionUnusable, Shortage
 from kvoffload_node.failures import Failures, Part
 from kvoffload_node.host.paths import HostPaths
-from kvoffload_node.index.tenant import Shortage
 from kvoffload_node.region import extents
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.hugetlbfs import Mount, Reservation
