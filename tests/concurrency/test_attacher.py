@@ -17,6 +17,7 @@ from kubernetes.config import load_kube_config
 
 from daemon_process import DaemonProcess, TestEngine, wait_until
 from kvoffload.errors import DaemonUnavailable
+from kvoffload_node.attach import folder as attach_folder
 from kvoffload_node.attach import pods as node_pods
 from kvoffload_node.attach.pods import NodePods
 from scripted_api_server import ScriptedApiServer
@@ -176,6 +177,33 @@ def test_whatever_a_pod_puts_in_its_folder_is_replaced(node: Node, victim: Path)
         assert (folder / "kvoffload_engine/plugin.py").is_file()
         TestEngine(folder / "daemon.sock", engine_id=made).close()
     assert_untouched(victim)
+
+
+def test_a_link_in_the_place_of_the_copy_moves_nothing_of_another_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod puts it there when the copy is whole, before the packages are moved to their places."""
+    library, other, pod = (tmp_path / name for name in ("library", "other", "pod"))
+    for folder in (library, other):
+        (folder / "kvoffload_engine").mkdir(parents=True)
+        (folder / INFORMATION).mkdir()
+    pod.mkdir()
+    copy_tree = attach_folder._copy_tree
+
+    def copy_and_be_overtaken(source: Path, parent: int, name: str) -> None:
+        copy_tree(source, parent, name)
+        if name.startswith(".lib-"):  # and not a folder in it
+            (pod / name).rename(pod / "away")
+            (pod / name).symlink_to(other)
+
+    monkeypatch.setattr(attach_folder, "_copy_tree", copy_and_be_overtaken)
+    descriptor = os.open(pod, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(NotADirectoryError):
+            attach_folder.write_library(descriptor, library)
+    finally:
+        os.close(descriptor)
+    assert {path.name for path in other.iterdir()} == {"kvoffload_engine", INFORMATION}
 
 
 def test_a_pod_that_changes_its_folder_all_the_time_harms_only_itself(node: Node, victim: Path) -> None:

@@ -23,7 +23,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvoffload.api.keys import VOLUME_NAME
@@ -81,17 +81,26 @@ def write_library(folder: int, library: Path) -> bool:
     new = f".lib-{secrets.token_hex(8)}"
     try:
         _copy_tree(library, folder, new)
-        names = [entry.name for entry in library.iterdir()]
-        for name in sorted(names, key=lambda name: bool(INFORMATION_NAME.fullmatch(name))):
-            with contextlib.suppress(FileNotFoundError):  # what a killed attacher, or the pod, has left in its place
-                os.rename(name, f".old-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=folder)
-            os.rename(f"{new}/{name}", name, src_dir_fd=folder, dst_dir_fd=folder)
+        source = os.open(new, _FOLDER_FLAGS, dir_fd=folder)  # never a link, which the pod may have put there since
+        try:
+            _move_packages(source, folder, [entry.name for entry in library.iterdir()])
+        finally:
+            os.close(source)
         now = time.time_ns()  # before Linux 6.13 a change is dated by the tick, and a look within it seen as newest
         os.utime(folder, ns=(now, now))
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(new, dir_fd=folder)
     return True
+
+
+def _move_packages(source: int, folder: int, names: Iterable[str]) -> None:
+    """From one folder to the other, what makes the plugin visible last. A name is never a path: a folder on its way could
+    be a link."""
+    for name in sorted(names, key=lambda name: bool(INFORMATION_NAME.fullmatch(name))):
+        with contextlib.suppress(FileNotFoundError):  # what a killed attacher, or the pod, has left in its place
+            os.rename(name, f".old-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(name, name, src_dir_fd=source, dst_dir_fd=folder)
 
 
 def _is_folder(parent: int, name: str) -> bool:
