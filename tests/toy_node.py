@@ -100,6 +100,8 @@ def running_node() -> Iterator[Node]:
             )
             thread = threading.Thread(target=attacher.run)
             thread.start()
-            yield Node(kubelet, pods, attacher, daemon, library)
-            attacher.stopped.set()
-            thread.join(10)
+            try:
+                yield Node(kubelet, pods, attacher, daemon, library)
+            finally:
+                attacher.stopped.set()
+                thread.join(10)

@@ -54,7 +54,8 @@ REGION_SHARE = 8
 SAID_REASONS = {
     Shortage.QUOTA_LIMIT.value: "the Kubernetes namespace is at its limit in the pool's quotas, and all that it "
     "stored is in use; raise the limit",
-    Shortage.STATE_FULL.value: "the disk of the node daemon's state folder is full; make room on the node",
+    Shortage.STATE_FULL.value: "the node daemon's state folder does not take the records of more slots; the "
+    "region's condition Degraded says why",
 }
 """Why fewer slots come than were asked for, where a person can do something about it; said once a session. The daemon
 counts all reasons (`kvoffload_short_reservations_total`)."""

@@ -287,7 +287,7 @@ class Daemon:
             if self.source.client is None or self.source.spec is None or self.source.is_deleted:
                 continue
             try:
-                status = self._build_status()
+                status, is_whole = self._build_status()
                 urgent = (
                     [(c.type, c.status, c.reason, c.message) for c in status.conditions],
                     [(e.pod_uid, e.engine_id, e.confirmed_layout, e.message) for e in status.engines],
@@ -297,6 +297,8 @@ class Daemon:
                     continue
                 await asyncio.to_thread(self.source.client.apply_status, status)
                 last, last_at = urgent, loop.time()
+                if is_whole:
+                    self.failures.clear(Part.STATUS)
             except KVOffloadError as error:
                 log.warning("the status could not be written: %s", error)
                 await self._wait_for_stop(RETRY_SECONDS)
@@ -304,17 +306,16 @@ class Daemon:
                 self.failures.note(Part.STATUS, f"the status cannot be told: {error!r}"[:1000], bug=error)
                 await self._wait_for_stop(RETRY_SECONDS)
 
-    def _build_status(self) -> KVOffloadRegionStatus:
-        """With every engine, or where that fails without any: no engine keeps the conditions from being told."""
+    def _build_status(self) -> tuple[KVOffloadRegionStatus, bool]:
+        """With every engine, or where that fails without any: no engine keeps the conditions from being told. And
+        whether it has all."""
         engines = list(self.running.registry.engines.values()) if self.running else []
         try:
-            status = self._build_status_of(engines)
+            return self._build_status_of(engines), True
         except Exception as error:  # noqa: BLE001 - as above
             words = f"the status is told without its {len(engines)} engines, a bug of this daemon: {error!r}"
             self.failures.note(Part.STATUS, words[:1000], bug=error)
-            return self._build_status_of([])
-        self.failures.clear(Part.STATUS)
-        return status
+            return self._build_status_of([]), False
 
     def _build_status_of(self, engines: list[Engine]) -> KVOffloadRegionStatus:
         running = self.running

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import math
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -89,8 +90,7 @@ class Endpoints(ThreadingHTTPServer):
         self._say_at = 0.0
         self._is_stopping = False
         super().__init__(("", port), _Handler)
-        self._thread = Thread(target=self.serve_forever, args=(LOOK_SECONDS,), name="endpoints", daemon=True)
-        self._thread.start()
+        Thread(target=self.serve_forever, args=(LOOK_SECONDS,), name="endpoints", daemon=True).start()
 
     def stop(self) -> None:
         """Answer no more."""
@@ -104,6 +104,7 @@ class Endpoints(ThreadingHTTPServer):
         """A connection was accepted: make room for it, or let it wait until an answer is made."""
         with self._changing:
             while len(self._open) >= MAX_REQUESTS and not self._is_stopping:
+                self.service_actions()  # which nobody else calls meanwhile
                 unheard = [(found.since, sock) for sock, found in self._open.items() if not found.is_heard]
                 since, oldest = unheard[0] if unheard else (math.inf, None)
                 if (wait_seconds := since + GRACE_SECONDS - time.monotonic()) <= 0:
@@ -131,7 +132,8 @@ class Endpoints(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - socketserver names it
         """A peer that hangs up is nothing to log; what else is raised is a bug."""
-        log.debug("a request of %s ended", client_address[0], exc_info=True)
+        level = logging.DEBUG if isinstance(sys.exception(), OSError) else logging.ERROR
+        log.log(level, "a request of %s ended", client_address[0], exc_info=True)
 
     def make(self, request: Any, answer: Callable[[], Answer]) -> Answer:
         """The answer to a request that was read whole."""

@@ -9,13 +9,11 @@ from datetime import UTC, datetime
 
 from kvoffload import __version__
 from kvoffload.api.conditions import Condition, transition
-from kvoffload.api.region import MAX_ENGINES, KVOffloadRegionStatus, RegionEngine
+from kvoffload.api.model import MAX_BYTE_COUNT
+from kvoffload.api.region import MAX_ENGINES, ConfirmedLayout, KVOffloadRegionStatus, RegionEngine
 from kvoffload_node.findings import Finding
 from kvoffload_node.region.figures import Figures
 from kvoffload_node.session.engines import Engine
-
-MAX_BYTES = 1 << 60
-"""What the API takes for a count of bytes."""
 
 
 def build_status(
@@ -54,12 +52,12 @@ def build_status(
         allocated_bytes=figures.allocated_bytes if figures else 0,
         used_bytes=figures.used_bytes if figures else 0,
         free_bytes=figures.free_bytes if figures else 0,
-        saved_bytes=min(figures.saved_bytes, MAX_BYTES) if figures else 0,
+        saved_bytes=min(figures.saved_bytes, MAX_BYTE_COUNT) if figures else 0,
         daemon_version=__version__,
         epoch=epoch,
         engines=[_build_engine(engine) for engine in list(listed.values())[:MAX_ENGINES]],
         engines_attached=len(attached),
-        engines_replicated=sum(engine.layout == "replicated" for engine in attached),
+        engines_replicated=sum(engine.layout == ConfirmedLayout.REPLICATED for engine in attached),
     )
 
 
@@ -77,7 +75,7 @@ def _build_engine(engine: Engine) -> RegionEngine:
         confirmed_layout=engine.layout,
         reason=engine.reason[:64],
         message="; ".join(word for word in words if word)[:1024],
-        stored_bytes=min(engine.stored_bytes, MAX_BYTES),
-        loaded_bytes=min(engine.loaded_bytes, MAX_BYTES),
+        stored_bytes=min(engine.stored_bytes, MAX_BYTE_COUNT),
+        loaded_bytes=min(engine.loaded_bytes, MAX_BYTE_COUNT),
         attached_since=datetime.fromtimestamp(int(engine.attached_since), UTC),
     )

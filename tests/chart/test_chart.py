@@ -165,8 +165,8 @@ def test_the_schema_has_every_value_and_no_other() -> None:
     compare(schema["properties"], values, "values")
 
 
-def test_every_value_is_changed_by_a_suite_that_looks_at_what_comes_of_it() -> None:
-    """A case whose value the schema refuses does not count."""
+def test_every_value_is_set_by_a_case_that_renders() -> None:
+    """Of the suites, whose asserts look at what comes of it. A case whose value the schema refuses does not count."""
     changed: set[str] = set()
     for path in CHART.glob("tests/*_test.yaml"):
         suite = yaml.safe_load(path.read_text())

@@ -33,7 +33,7 @@ def test_another_engine_loads_what_one_stored_in_a_page_of_one_gibibyte(mount: P
         keys = [key_of(number) for number in range(8)]
         first.store(keys)
         wait_until(lambda: -1 not in second.lookup(keys))  # which checks every byte
-        assert second.workers[0].welcome.page_bytes == GIGANTIC_PAGE_BYTES
+        assert second.workers[0].welcome.extent_bytes == GIGANTIC_PAGE_BYTES
         daemon.kill()
         daemon.start()
         for engine in (first, second):

@@ -124,10 +124,10 @@ def private(stage: Stage, tmp_path: Path) -> Iterator[Private]:
         command = ["nsenter", f"--net={settings.namespace_path}", *map(str, program)]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     reached_by = settings.registries / REGISTRY / "hosts.toml"
-    reached_by.parent.mkdir(parents=True)
-    reached_by.write_text(HOSTS_TOML)
-    wait_until("the registry", lambda: "listening on" in (tmp_path / "log").read_text(), timeout_seconds=20)
     try:
+        reached_by.parent.mkdir(parents=True, exist_ok=True)
+        reached_by.write_text(HOSTS_TOML)
+        wait_until("the registry", lambda: "listening on" in (tmp_path / "log").read_text(), timeout_seconds=20)
         with own_release(stage, RELEASE) as release:
             yield Private(release, tmp_path)
     finally:

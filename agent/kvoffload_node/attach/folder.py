@@ -95,8 +95,8 @@ def write_library(folder: int, library: Path) -> bool:
 
 
 def _move_packages(source: int, folder: int, names: Iterable[str]) -> None:
-    """From one folder to the other, what makes the plugin visible last. A name is never a path: a folder on its way could
-    be a link."""
+    """From one folder to the other, what makes the plugin visible last. A name is never a path: a folder on its way
+    could be a link."""
     for name in sorted(names, key=lambda name: bool(INFORMATION_NAME.fullmatch(name))):
         with contextlib.suppress(FileNotFoundError):  # what a killed attacher, or the pod, has left in its place
             os.rename(name, f".old-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=folder)

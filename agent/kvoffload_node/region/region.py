@@ -199,13 +199,13 @@ class Region:
         # The catalog first: a file that cannot be removed goes with the next start, an entry without its tenant never.
         self.catalog.tenants = [entry for entry in self.catalog.tenants if entry.number != tenant.number]
         self.catalog.namespaces = [entry for entry in self.catalog.namespaces if entry.tenant != tenant.number]
+        self._save()
         things = (tenant.file, tenant.index.journal)
         for thing in things:
             thing.close()
         for thing in things:
             thing.unlink()
         order_path(tenant.index.journal.path).unlink(missing_ok=True)
-        self._save()
 
     def account(self, namespace: str) -> Account:
         """The account of a Kubernetes namespace."""

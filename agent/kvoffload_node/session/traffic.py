@@ -94,7 +94,7 @@ class Traffic:
         )
         if len(index.spare) < HEADROOM_EXTENTS:
             extents.wake()
-        if index.is_disk_full:
+        if index.is_disk_full and index.spare:
             why = index.journal.refusal
             self._region.failures.note(Part.RECORDS, f"records of more slots cannot be written, less is stored: {why}")
         return offsets, reason or (RefusalReason.RATE.value if len(offsets) < count else "")

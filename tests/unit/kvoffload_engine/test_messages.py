@@ -194,7 +194,7 @@ def test_a_scheduler_says_once_why_not_everything_is_stored(
         link.poll()
         link.poll()
     (record,) = caplog.records
-    assert "StateFull: the disk of the node daemon's state folder is full" in record.getMessage()
+    assert "StateFull: the node daemon's state folder does not take the records of more slots" in record.getMessage()
 
 
 def unpin(link: Any, engine: SimpleNamespace) -> None:

@@ -67,25 +67,36 @@ def test_200_silent_connections_keep_no_thread_and_hold_up_no_probe(caplog: pyte
     assert "keep all but Prometheus and the kubelet" in caplog.text
 
 
-def test_while_every_answer_is_being_made_the_next_one_waits_and_has_its_own() -> None:
+def test_answers_that_nobody_reads_make_room_in_time_while_another_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(health, "LOOK_SECONDS", 0.01)
+    with serving(large=lambda: (200, TEXT, bytes(16 << 20))) as (server, port), contextlib.ExitStack() as unread:
+        for _ in range(health.MAX_REQUESTS):
+            unread.enter_context(connect(port)).sendall(b"GET /large HTTP/1.0\r\n\r\n")
+        assert ask(port).endswith(b"ok\n")
+        assert server.ended[Ended.TOO_SLOW] >= 1
+
+
+def test_while_every_answer_is_being_made_the_next_one_waits_and_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
     def slow() -> Answer:
         assert go_on.wait(20)
         return OK
 
-    with serving(slow=slow) as (server, port):
-        found: list[bytes] = []
-        askers = [threading.Thread(target=lambda: found.append(ask(port, "/slow"))) for _ in range(health.MAX_REQUESTS)]
-        askers.append(threading.Thread(target=lambda: found.append(ask(port))))
-        for asker in askers[:-1]:
-            asker.start()
+    with serving(slow=slow) as (server, port), ThreadPoolExecutor(health.MAX_REQUESTS + 1) as askers:
+        found = [askers.submit(ask, port, "/slow") for _ in range(health.MAX_REQUESTS)]
         wait_until(lambda: sum(one.is_being_made for one in server._open.values()) == health.MAX_REQUESTS)
-        askers[-1].start()
-        go_on.set()
-        for asker in askers:
-            asker.join(20)
-        assert [answer.endswith(b"ok\n") for answer in found] == [True] * len(askers)
+        is_held_up, wait = threading.Event(), server._changing.wait
+        monkeypatch.setattr(server._changing, "wait", lambda seconds: (is_held_up.set(), wait(seconds))[1])
+        found.append(askers.submit(ask, port))
+        try:
+            assert is_held_up.wait(20)
+        finally:
+            go_on.set()
+        assert all(one.result(20).endswith(b"ok\n") for one in found)
         assert sum(server.ended.values()) == 0
 
 
@@ -134,6 +145,27 @@ def test_an_answer_is_never_older_than_its_question() -> None:
         answer = InLoop(loop, make)
         for count in range(1, 50):
             assert answer() == (200, TEXT, f"{count}".encode())
+
+
+def test_who_asks_while_an_answer_is_being_made_gets_a_later_one() -> None:
+    begun, go_on, asked, count = threading.Event(), threading.Event(), threading.Event(), 0
+
+    def make() -> Answer:
+        nonlocal count
+        count += 1
+        if count == 1:
+            begun.set()
+            assert go_on.wait(20)
+        return 200, TEXT, f"{count}".encode()
+
+    with running_loop() as loop, ThreadPoolExecutor(2) as askers:
+        answer = InLoop(loop, make)
+        first = askers.submit(answer)
+        assert begun.wait(20)
+        second = askers.submit(lambda: (asked.set(), answer())[1])
+        assert asked.wait(20)
+        go_on.set()
+        assert [one.result(20)[2] for one in (first, second)] == [b"1", b"2"]
 
 
 def test_an_answer_that_cannot_be_made_is_500_and_the_next_one_is_made() -> None:

@@ -15,6 +15,7 @@ from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload.errors import RegionUnusable, Shortage
 from kvoffload_node.failures import Failures, Part
 from kvoffload_node.host.paths import HostPaths
+from kvoffload_node.index.catalog import read_catalog
 from kvoffload_node.region import extents
 from kvoffload_node.region.extents import Tenant
 from kvoffload_node.region.hugetlbfs import Mount, Reservation
@@ -116,10 +117,13 @@ async def test_pages_that_cannot_be_given_back_are_said_and_go_when_they_can(
     running.cancel()
 
 
-async def test_the_end_of_a_region_goes_on_over_pages_that_cannot_be_given_back(region: Region) -> None:
+async def test_the_end_of_a_region_goes_on_over_pages_that_cannot_be_given_back(
+    region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
     tenant = spare_extents(region, 2)
     with ReadOnly(tenant.file.descriptor, tenant.file.path):
         await region.extents.give_back_all()
+    assert caplog.text.count("pages are free only when the engines that map them end") == 2
 
 
 @pytest.mark.parametrize("what", ["journal", "file"])
@@ -168,6 +172,9 @@ async def test_a_tenant_whose_file_cannot_be_removed_is_forgotten_all_the_same(r
     region.forget_namespaces(set())
     assert region.catalog.namespaces == []
     assert region.catalog.tenants == []
+    written = read_catalog(region._catalog_path)
+    assert written is not None
+    assert (written.tenants, written.namespaces) == ([], [])
 
 
 @pytest.mark.parametrize("name", ["reservation", "reservation-PID", "reservation-1"])
