@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvoffload.protocol.client import Session
-from kvoffload.protocol.messages import Hello, Mapped, Seal
+from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello, Mapped, Seal
 from kvoffload_engine.manager import KVOffloadManager
 
 KEYS = 1000
@@ -48,7 +48,12 @@ class Ours:
     """Our manager with a daemon, and a worker that only seals."""
 
     def __init__(self, socket_path: str) -> None:
-        common: dict[str, Any] = {"protocol_min": 1, "protocol_max": 1, "engine_id": "bench", "world_size": 1}
+        common: dict[str, Any] = {
+            "protocol_min": PROTOCOL_VERSION,
+            "protocol_max": PROTOCOL_VERSION,
+            "engine_id": "bench",
+            "world_size": 1,
+        }
         common["identity"] = b"b" * 32
         worker = Hello(role="worker", rank=0, part="all", part_bytes=PART_BYTES, **common)
         self.worker = Session.connect(socket_path, worker)

@@ -20,6 +20,7 @@ import numpy as np
 from kvoffload.errors import DaemonUnavailable, SessionRefused
 from kvoffload.protocol.client import Session
 from kvoffload.protocol.messages import (
+    PROTOCOL_VERSION,
     Assign,
     Bind,
     Bound,
@@ -139,8 +140,8 @@ class ByteEngine:
 
     def _hello(self, rank: int, timeout_seconds: float) -> Session:
         hello = Hello(
-            protocol_min=1,
-            protocol_max=1,
+            protocol_min=PROTOCOL_VERSION,
+            protocol_max=PROTOCOL_VERSION,
             engine_id=self.engine_id,
             role="scheduler" if rank < 0 else "worker",
             rank=rank,

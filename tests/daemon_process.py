@@ -27,7 +27,7 @@ from typing import Any
 import endpoints
 from kvoffload.errors import DaemonUnavailable, SessionRefused
 from kvoffload.protocol.client import Session
-from kvoffload.protocol.messages import AttachPod, Bind, Bound, EngineReady, Hello, Mapped
+from kvoffload.protocol.messages import PROTOCOL_VERSION, AttachPod, Bind, Bound, EngineReady, Hello, Mapped
 from kvoffload_node.attach.handoff import Handoff
 from scripted_api_server import ScriptedApiServer
 
@@ -283,7 +283,12 @@ class TestEngine:
         message: str = "",
     ) -> None:
         """`reason` and `message`: why the ranks' bytes differ, as the gate of an engine says it."""
-        common: dict[str, Any] = {"protocol_min": 1, "protocol_max": 1, "engine_id": engine_id, "world_size": ranks}
+        common: dict[str, Any] = {
+            "protocol_min": PROTOCOL_VERSION,
+            "protocol_max": PROTOCOL_VERSION,
+            "engine_id": engine_id,
+            "world_size": ranks,
+        }
         self.workers = [
             connect(
                 path,

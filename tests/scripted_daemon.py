@@ -28,6 +28,7 @@ import numpy as np
 from kvoffload.layout.rows import RankPart, plan_row
 from kvoffload.protocol.framing import FrameReader, pack_frame
 from kvoffload.protocol.messages import (
+    PROTOCOL_VERSION,
     Assign,
     Bind,
     Bound,
@@ -217,7 +218,7 @@ class Connection(asyncio.Protocol):
                     engine.mapped.discard(message.rank)
                 lock = os.memfd_create("lock")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                welcome = Welcome(1, daemon.epoch, daemon.region_bytes, daemon.region_bytes, "scripted")
+                welcome = Welcome(PROTOCOL_VERSION, daemon.epoch, daemon.region_bytes, daemon.region_bytes, "scripted")
                 self.send(welcome, (daemon.region, lock) if message.role == "worker" else (lock,))
                 os.close(lock)
                 self.push_ready()

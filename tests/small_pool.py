@@ -6,7 +6,7 @@ from typing import Any
 
 from byte_engine import ByteEngine, key_of
 from daemon_process import DaemonProcess, wait_until
-from kvoffload.protocol.messages import Hello
+from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 
 CAPACITY_BYTES = 16 << 20
 NUM_SLOTS = CAPACITY_BYTES // 65536
@@ -52,7 +52,7 @@ def hits(engine: ByteEngine, keys: list[bytes]) -> int:
 
 def hello(**changes: object) -> Hello:
     fields = {
-        "protocol_min": 1, "protocol_max": 1, "engine_id": "e", "role": "scheduler", "rank": -1, "world_size": 1,
+        "protocol_min": PROTOCOL_VERSION, "protocol_max": PROTOCOL_VERSION, "engine_id": "e", "role": "scheduler", "rank": -1, "world_size": 1,
         "identity": b"i" * 32,
     }  # fmt: skip
     return Hello(**{**fields, **changes})  # type: ignore[arg-type]

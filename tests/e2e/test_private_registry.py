@@ -133,7 +133,7 @@ def private(stage: Stage, tmp_path: Path) -> Iterator[Private]:
     finally:
         process.terminate()
         process.wait(20)
-        reached_by.unlink()
+        reached_by.unlink(missing_ok=True)
         reached_by.parent.rmdir()
         run_buildah("rmi", "--force", *images)
         held = [image for image in lifecycle.list_images(settings) if image.startswith(REGISTRY)]

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 
 from kvoffload.layout.pages import build_part_layout
-from kvoffload.protocol.messages import Hello
+from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.transfer.host import HostTransfer
 from kvoffload_engine.transfer.plan import CopyPlan, DeviceTensors
@@ -84,8 +84,8 @@ class ToyEngine:
         ]
         layout = build_part_layout([[(layer, PAGE_BYTES) for layer in range(NUM_LAYERS)]], blocks_per_chunk=1)
         common = {
-            "protocol_min": 1,
-            "protocol_max": 1,
+            "protocol_min": PROTOCOL_VERSION,
+            "protocol_max": PROTOCOL_VERSION,
             "engine_id": self.engine_id,
             "world_size": ranks,
             "identity": identity,

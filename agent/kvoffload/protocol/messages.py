@@ -15,7 +15,7 @@ import msgspec
 
 from kvoffload.layout.rows import MAX_RANKS
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """The version this code speaks; `Hello` carries the range that its sender can speak."""
 
 MAX_FRAME_BYTES = 1 << 20

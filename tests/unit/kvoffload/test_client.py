@@ -16,9 +16,9 @@ from kvoffload.protocol.framing import FrameReader, pack_frame
 from kvoffload.protocol.messages import Bound, Found, Hello, Lookup, Message, Refused, Seal, Welcome
 
 HELLO = Hello(
-    protocol_min=1, protocol_max=1, engine_id="e", role="scheduler", rank=-1, world_size=1, identity=b"i" * 32
+    protocol_min=2, protocol_max=2, engine_id="e", role="scheduler", rank=-1, world_size=1, identity=b"i" * 32
 )
-WELCOME = Welcome(protocol=1, epoch=7, region_bytes=4096, extent_bytes=4096)
+WELCOME = Welcome(protocol=2, epoch=7, region_bytes=4096, extent_bytes=4096)
 
 
 class Peer:
@@ -111,8 +111,8 @@ def test_an_answer_that_is_no_welcome_is_a_protocol_error(peer: Peer) -> None:
 
 
 def test_a_daemon_of_a_protocol_that_was_not_offered_is_a_protocol_error(peer: Peer) -> None:
-    with pytest.raises(ProtocolError, match="protocol 2, this process 1 to 1"):
-        connected(peer, msgspec.structs.replace(WELCOME, protocol=2))
+    with pytest.raises(ProtocolError, match="protocol 3, this process 2 to 2"):
+        connected(peer, msgspec.structs.replace(WELCOME, protocol=3))
 
 
 def test_a_message_with_text_that_is_none_is_a_protocol_error() -> None:

@@ -16,6 +16,7 @@ from kvoffload.errors import DaemonUnavailable
 from kvoffload.protocol.framing import pack_frame
 from kvoffload.protocol.messages import (
     MAX_KEYS,
+    PROTOCOL_VERSION,
     Assign,
     Fail,
     FromEngine,
@@ -31,7 +32,7 @@ from kvoffload.protocol.messages import (
 )
 
 MANY = 20_000
-WELCOME = Welcome(protocol=1, epoch=2, region_bytes=1 << 40, extent_bytes=1 << 26)
+WELCOME = Welcome(protocol=PROTOCOL_VERSION, epoch=2, region_bytes=1 << 40, extent_bytes=1 << 26)
 
 
 class Recorder:
