@@ -52,7 +52,7 @@ def hits(engine: ByteEngine, keys: list[bytes]) -> int:
 
 def hello(**changes: object) -> Hello:
     fields = {
-        "protocol_min": PROTOCOL_VERSION, "protocol_max": PROTOCOL_VERSION, "engine_id": "e", "role": "scheduler", "rank": -1, "world_size": 1,
-        "identity": b"i" * 32,
+        "protocol_min": PROTOCOL_VERSION, "protocol_max": PROTOCOL_VERSION,
+        "engine_id": "e", "role": "scheduler", "rank": -1, "world_size": 1, "identity": b"i" * 32,
     }  # fmt: skip
     return Hello(**{**fields, **changes})  # type: ignore[arg-type]

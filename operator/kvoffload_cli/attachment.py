@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from kvoffload.api.conditions import find
+from kvoffload.api.conditions import RegionCondition, find
 from kvoffload.api.region import MAX_ENGINES
 from kvoffload_cli.facts import ClusterFacts, OptedInPod, Part
 
@@ -41,7 +41,7 @@ def find_unattached(facts: ClusterFacts, pod: OptedInPod) -> Unattached | None:
             message=f"injected, and node {pod.node} gives no memory to pool {pod.pool}: it runs without offload",
             remedy="set attachment: Required in the pool, or add the node to its nodeSelector",
         )
-    serves = find(region.status.conditions, "Ready")
+    serves = find(region.status.conditions, RegionCondition.READY)
     if serves is None or serves.status != "True":
         return None
     if region.status.engines_attached > MAX_ENGINES:  # the region names no more than these

@@ -67,6 +67,7 @@ def propose_arguments(command: Any, typed: Sequence[str], current: str) -> list[
     propose = next((ARGUMENTS[key] for one in command.params if (key := (command.name, one.name)) in ARGUMENTS), None)
     if propose is None:
         return []
+    typed = [part for word in typed for part in (word.split("=", 1) if word.startswith("--") else [word])]
     given = {
         one.name: value
         for one in command.params

@@ -14,7 +14,7 @@ from kvoffload.api.pool import KVOffloadPool, Sharing
 from kvoffload.api.region import MAX_ENGINES, RegionEngine
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.attachment import find_unattached, plugin_log
-from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
+from kvoffload_cli.facts import ClusterFacts, OptedInPod
 from kvoffload_cli.kube import ClusterReader
 from kvoffload_cli.observe import observe_pod
 from kvoffload_cli.options import Context, Kubeconfig, Output
@@ -89,7 +89,7 @@ def explain_pod(facts: ClusterFacts, *, namespace: str, name: str) -> list[Expla
         return answers
     answers.append(Explanation("Attached", tuple(_about_attachment(facts, pod, engines))))
     answers.append(Explanation("Layout", tuple(_about_layout(pod, engines))))
-    engines = tuple(engine for engine in engines if not declined_offload(engine))
+    engines = tuple(engine for engine in engines if not engine.is_left_alone)
     if pool is not None and engines:
         answers.append(Explanation("Sharing", tuple(_about_sharing(facts, pod, pool))))
         answers.append(
@@ -160,7 +160,7 @@ def _about_injection(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
 
 def _about_attachment(facts: ClusterFacts, pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
     for engine in engines:
-        if declined_offload(engine):
+        if engine.is_left_alone:
             yield f"no: the engine serves without offload: {engine.message or 'no reason given'}"
             continue
         since = f" since {engine.attached_since:%Y-%m-%d %H:%M:%S} UTC" if engine.attached_since else ""
@@ -212,7 +212,7 @@ def _about_age(facts: ClusterFacts, pod: OptedInPod) -> Iterator[str]:
 def _about_layout(pod: OptedInPod, engines: tuple[RegionEngine, ...]) -> Iterator[str]:
     yield f"predicted: {pod.predicted_layout or 'nothing'}"
     for engine in engines:
-        if declined_offload(engine):
+        if engine.is_left_alone:
             continue
         if not engine.confirmed_layout:
             yield f"confirmed by {engine.engine_id}: not yet, its ranks have not all attached"
@@ -229,7 +229,7 @@ def _about_sharing(facts: ClusterFacts, pod: OptedInPod, pool: KVOffloadPool) ->
         else [
             engine
             for engine in region.status.engines
-            if (engine.pod_namespace, engine.pod_name) != (pod.namespace, pod.name) and not declined_offload(engine)
+            if (engine.pod_namespace, engine.pod_name) != (pod.namespace, pod.name) and not engine.is_left_alone
         ]
     )
     if pool.spec.sharing is Sharing.POD:

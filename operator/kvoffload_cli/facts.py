@@ -225,8 +225,3 @@ class ClusterFacts:
         """Nodes that carry every label of the pool's nodeSelector."""
         wanted = pool.spec.node_selector.items()
         return tuple(node for node in self.nodes if wanted <= node.labels.items())
-
-
-def declined_offload(engine: RegionEngine) -> bool:
-    """Whether the engine's plugin left vLLM as it was, and only tells why."""
-    return engine.is_left_alone

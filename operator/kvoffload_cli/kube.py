@@ -53,7 +53,10 @@ class ClusterReader:
     ) -> None:
         self._timeout_seconds = timeout_seconds
         try:
-            self._client: client.ApiClient = config.new_client_from_config(config_file=kubeconfig, context=context)
+            settings = client.Configuration()
+            settings.retries = False  # urllib3 would wait four times as long
+            config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
+            self._client = client.ApiClient(configuration=settings)
             contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
         except (ConfigException, yaml.YAMLError, OSError) as error:
             raise ClusterUnavailable(f"no usable kubeconfig ({error}); set KUBECONFIG, or give --kubeconfig") from error

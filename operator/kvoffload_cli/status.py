@@ -12,7 +12,7 @@ from kvoffload.api.pool import KVOffloadPool
 from kvoffload.api.region import ConfirmedLayout, KVOffloadRegion, RegionEngine
 from kvoffload.errors import InvalidSpec
 from kvoffload.units import format_bytes
-from kvoffload_cli.facts import ClusterFacts, Part, declined_offload
+from kvoffload_cli.facts import ClusterFacts, Part
 from kvoffload_cli.kube import ClusterReader, ClusterUnavailable
 from kvoffload_cli.observe import observe_status
 from kvoffload_cli.options import Context, Kubeconfig, Output
@@ -176,7 +176,7 @@ def engine_rows(region: KVOffloadRegion) -> list[list[str]]:
             region.spec.node_name,
             engine.engine_id,
             engine.model or UNKNOWN,
-            UNKNOWN if declined_offload(engine) else str(engine.tensor_parallel_size),
+            UNKNOWN if engine.is_left_alone else str(engine.tensor_parallel_size),
             layout_text(engine),
             show_bytes(engine.stored_bytes),
             show_bytes(engine.loaded_bytes),
@@ -187,7 +187,7 @@ def engine_rows(region: KVOffloadRegion) -> list[list[str]]:
 
 def layout_text(engine: RegionEngine) -> str:
     """The confirmed layout, with the reason where it is not the shared one."""
-    if declined_offload(engine):
+    if engine.is_left_alone:
         return f"without offload ({engine.message.partition(':')[0]})"
     if not engine.confirmed_layout:
         return "waiting for its ranks"

@@ -47,7 +47,7 @@ reconcile_duration_seconds = Histogram(
 )
 reconcile_errors_total = Counter(
     "kvoffload_operator_reconcile_errors",
-    "Reconciliations that failed and are tried again",
+    "Passes that failed and are tried again, of a pool or pod, or of a task for all",
     ["kind"],
     registry=registry,
 )
@@ -116,8 +116,7 @@ def begin_reconciliations() -> None:
     """Show every kind's errors as 0; for the operator, at its start."""
     for task in ("pool", "pod", "resync", "webhook", "sweep"):
         unexpected_errors_total.labels(task=task)
-    for kind in ("pool", "pod"):
-        reconcile_errors_total.labels(kind=kind)
+        reconcile_errors_total.labels(kind=task)
 
 
 def render() -> bytes:

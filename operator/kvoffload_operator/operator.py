@@ -272,6 +272,7 @@ class Operator:
                 raise
             except Exception as error:  # noqa: BLE001 -- whatever it met, the others' work and the next try go on
                 wait = RETRY_SECONDS
+                metrics.reconcile_errors_total.labels(kind=task).inc()
                 note_failure(task, task, error, wait)
             await asyncio.sleep(wait)
 

@@ -132,6 +132,8 @@ class ClusterView:
         `version` is the resourceVersion of its deletion: what a listing read before it does not bring the object back.
         """
         if version.isdigit():
+            if int(version) < self._versions.get((kind, key), 0):
+                return NOTHING  # it was made again, which was read already
             self._versions[kind, key] = int(version)
             self._deleted.add((kind, key))
         else:

@@ -4,6 +4,7 @@ Everything is bounded: objects of a kind, pods whose logs are read, lines and by
 that is said in `summary.json`, what could not be read in `not-read.json`.
 """
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -45,7 +46,7 @@ def gather(
     facts = observe_cluster(once, now=now, reads_secrets=False)
     add_findings(bundle, facts)
     pods = read_list(bundle, once, PODS)
-    namespaces = release_namespaces(facts)
+    namespaces = facts.release_namespaces
     ours = [pod for pod in pods if pod["metadata"]["namespace"] in namespaces and is_of_release(pod)]
     workloads = [one for path in (DEPLOYMENTS, DAEMONSETS) for one in read_list(bundle, once, path, labels=OURS)]
     add_resources(bundle, once, facts)
@@ -71,9 +72,8 @@ def gather(
     return bundle
 
 
-def release_namespaces(facts: ClusterFacts) -> set[str]:
-    """Where the chart is installed."""
-    return {one.namespace for one in facts.workloads} | {one.namespace for one in facts.daemonsets}
+OF_TENANT = re.compile(r"\bnamespace/([a-z0-9][-a-z0-9]*)|\bpod ([a-z0-9][-a-z0-9]*)/")
+"""A namespace in metrics, as a tenant, and in the daemons' logs, as a tenant or before a pod's name."""
 
 
 def is_of_release(manifest: Manifest) -> bool:
@@ -143,7 +143,7 @@ def is_about(event: Manifest, names: set[str]) -> bool:
 
 def rename_all(bundle: Bundle, facts: ClusterFacts, *, all_namespaces: set[str]) -> None:
     """Replace the names of users' namespaces and pods, and of nodes, in every file and every failure."""
-    ours = release_namespaces(facts) | KEPT_NAMESPACES
+    ours = facts.release_namespaces | KEPT_NAMESPACES
     engines = [engine for region in facts.regions for engine in region.status.engines]
     about = [event["involvedObject"] for event in bundle.entries["events.json"]]
     namespaces = {
@@ -159,8 +159,10 @@ def rename_all(bundle: Bundle, facts: ClusterFacts, *, all_namespaces: set[str])
     names.add("pod", (pod.name for pod in facts.pods))
     names.add("pod", (engine.pod_name for engine in engines))
     names.add("pod", (one["name"] for one in about if one.get("kind") == "Pod" and one.get("namespace") not in ours))
-    for content in bundle.entries.values():
-        if isinstance(content, str):
-            names.learn(content)
+    texts = [content for content in bundle.entries.values() if isinstance(content, str)]
+    # a tenant outlives its pods, and a log its namespaces
+    names.add("namespace", {one for text in texts for found in OF_TENANT.findall(text) for one in found} - ours - {""})
+    for text in texts:
+        names.learn(text)
     bundle.entries = {name: names.renamed(content) for name, content in bundle.entries.items()}
     bundle.failures = [(names.renamed(what), names.renamed(reason)) for what, reason in bundle.failures]

@@ -58,8 +58,12 @@ def keep(source: Manifest, fields: Iterable[str]) -> Kept:
 
 def is_ours(key: str) -> bool:
     """Whether a label or annotation is ours, the release's or a controller's."""
-    prefix = key.partition("/")[0]
-    return prefix == keys.GROUP or prefix.endswith(f".{keys.GROUP}") or prefix in (*OF_RELEASE, *OF_CONTROLLERS)
+    return is_of_group(key) or key.partition("/")[0] in (*OF_RELEASE, *OF_CONTROLLERS)
+
+
+def is_of_group(key: str) -> bool:
+    """Whether a label or annotation is in our API group, or below it."""
+    return f".{key.partition('/')[0]}".endswith(f".{keys.GROUP}")
 
 
 def kept_metadata(metadata: Manifest) -> Kept:
@@ -174,7 +178,5 @@ def kept_event(manifest: Manifest) -> Kept:
 def kept_node(node: NodeFacts, pools: Iterable[KVOffloadPool]) -> Kept:
     """What doctor asks of a node: its pages, whether it is ready, and the labels that pools select by or are ours."""
     asked = {key for pool in pools for key in pool.spec.node_selector}
-    labels = {
-        key: value for key, value in node.labels.items() if key in asked or key.partition("/")[0].endswith(keys.GROUP)
-    }
+    labels = {key: value for key, value in node.labels.items() if key in asked or is_of_group(key)}
     return asdict(node) | {"labels": labels}

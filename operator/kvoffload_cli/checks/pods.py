@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from kvoffload_cli.attachment import find_unattached
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import ClusterFacts, OptedInPod, declined_offload
+from kvoffload_cli.facts import ClusterFacts, OptedInPod
 from kvoffload_cli.remedies import SKIP_REMEDIES, why_not_asked
 
 
@@ -37,7 +37,7 @@ def pod_is_not_attached(facts: ClusterFacts) -> Found:
 def engine_declined_offload(facts: ClusterFacts) -> Found:
     """An injected engine found something in its own configuration and serves without offload."""
     for (namespace, name), engines in sorted(facts.engines.items()):
-        for engine in filter(declined_offload, engines):
+        for engine in (one for one in engines if one.is_left_alone):
             message = f"serves without offload: {engine.message or 'no reason given'}"
             remedy = "docs/troubleshooting.md lists the reasons by their first word"
             yield Severity.WARNING, f"pod/{namespace}/{name}", message, remedy

@@ -5,6 +5,7 @@ their node's label is taken away; the DaemonSet is applied before nodes are labe
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -51,6 +52,8 @@ from kvoffload_operator.status import (
 )
 from kvoffload_operator.view import ClusterView
 from kvoffload_operator.webhook.validation import validate_pool_name, validate_pool_spec
+
+logger = logging.getLogger(__name__)
 
 REQUEUE_PENDING_SECONDS = 5.0
 MAX_CONFLICT_MESSAGE = 300
@@ -253,8 +256,15 @@ class PoolReconciler:
             passes = isinstance(error, KVOffloadError | TimeoutError)
             if passes and not (isinstance(error, ApiServerError) and error.is_invalid):
                 raise
-            await self._write_status(observed, _if_changed(observed, build_failed_status(observed, error, now)))
+            await self._say_failed(self._view.pools.get(name, observed), error, now)
             raise
+
+    async def _say_failed(self, observed: ObservedPool, error: Exception, now: datetime) -> None:
+        """In the status as it is now. Where that fails too, what the pass met stays what is raised."""
+        try:
+            await self._write_status(observed, _if_changed(observed, build_failed_status(observed, error, now)))
+        except (ApiServerError, TimeoutError) as unsaid:
+            logger.warning("pool %s: its status was not written: %s", observed.name, unsaid)
 
     async def _reconcile_present(self, observed: ObservedPool, now: datetime) -> float | None:
         facts = await self._observe(observed, now)

@@ -1,5 +1,7 @@
 """Completion as kubectl asks for it."""
 
+import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from fixtures.cli.cluster import FixtureReader, healthy, pod
 from kvoffload_cli import completion
 from kvoffload_cli.completion import DEFAULT, NO_FILES, complete
+from kvoffload_cli.kube import ClusterReader, ClusterUnavailable
 from kvoffload_cli.models import packaged_models
 
 
@@ -46,6 +49,7 @@ class ContextReader(FixtureReader):
     [
         (["explain", "pod", "--context", "second", ""], ["vllm-a", "vllm-b"]),
         (["explain", "pod", "--context", "second", "vllm-b"], ["vllm-b"]),
+        (["explain", "pod", "--context=second", "vllm-b"], ["vllm-b"]),
         (["explain", "pod", "--context", "second", "team-b/"], ["team-b/other"]),
         (["explain", "pod", "--context", "second", "-n", "team-b", ""], ["other"]),
         (["status", "--context", "second", "l"], ["llm"]),
@@ -63,3 +67,23 @@ def test_nothing_is_proposed_and_nothing_said_without_a_cluster(
 ) -> None:
     assert complete(["explain", "pod", "--kubeconfig", str(tmp_path / "none"), ""]) == ([], NO_FILES)
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_api_server_that_says_nothing_is_asked_once(tmp_path: Path) -> None:
+    """As often again would take four times as long as whoever waits was told."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster = {"server": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        kubeconfig = {
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "users": [{"name": "u", "user": {}}],
+            "current-context": "c",
+        }
+        (tmp_path / "config").write_text(json.dumps(kubeconfig))
+        reader = ClusterReader(kubeconfig=str(tmp_path / "config"), timeout_seconds=0.2)
+        with pytest.raises(ClusterUnavailable):
+            reader.get("/version")
+        server.setblocking(False)
+        server.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            server.accept()

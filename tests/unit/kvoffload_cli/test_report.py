@@ -106,11 +106,14 @@ def objects() -> dict[str, Any]:
     ]
     for name in (DAEMON_POD, "kvoffload-llm-gpu-2"):
         found[f"{POD}/{name}:9420/proxy/metrics"] = 'kvoffload_pool_used_bytes{tenant="namespace/team-a"} 1\n'
+        found[f"{POD}/{name}:9420/proxy/metrics"] += 'kvoffload_pool_used_bytes{tenant="namespace/moved-away"} 1\n'
         for container in ("daemon", "attacher"):
             found[f"{POD}/{name}/log?container={container}"] = (
                 f"{container}: team-a/vllm-a and team-a/vllm-old on gpu-1\n"
             )
-    found[f"{POD}/{DAEMON_POD}/log?container=daemon&previous=true"] = "the end\n"
+    found[f"{POD}/{DAEMON_POD}/log?container=daemon&previous=true"] = (
+        "the end\npod long-ago/vllm-zz attached (tenant namespace/long-ago)\n"
+    )
     found[f"{POD}/{OPERATOR_POD}:9422/proxy/metrics"] = "kvoffload_operator_up 1\n"
     found[f"{POD}/{OPERATOR_POD}/log?container=operator"] = "leader\n"
     return found
@@ -181,7 +184,18 @@ def test_who_may_create_no_pod_has_read_everything_all_the_same() -> None:
 def test_names_are_replaced_by_the_same_word_everywhere() -> None:
     bundle = gather(FixtureReader(objects()), now=NOW, redacts=True)
     joined = "\n".join(texts_of(bundle).values()).replace("uid-vllm-", "uid-")
-    for name in ("team-a", "vllm-a", "vllm-b", "vllm-old", "vllm-gone", '"gpu-1"', "llm.gpu-1"):
+    for name in (
+        "team-a",
+        "vllm-a",
+        "vllm-b",
+        "vllm-old",
+        "vllm-gone",
+        '"gpu-1"',
+        "llm.gpu-1",
+        "moved-away",
+        "long-ago",
+        "vllm-zz",
+    ):
         assert name not in joined, name
     engine = bundle.entries["engine-pods.json"][0]
     log = bundle.entries[f"logs/{SYSTEM}/{DAEMON_POD}/daemon.log"]

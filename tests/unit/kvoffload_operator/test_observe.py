@@ -66,6 +66,14 @@ def test_what_was_deleted_is_not_brought_back_by_what_was_read_before() -> None:
     assert view.update_pool(anew).pools == {"main"}
 
 
+def test_a_deletion_that_is_heard_of_late_takes_nothing_that_was_made_since() -> None:
+    view, anew = ClusterView(), pool_manifest()
+    anew["metadata"]["resourceVersion"] = "20"
+    view.update_pool(anew)
+    assert view.forget("kvoffloadpools", "main", version="15") == Dirty()
+    assert set(view.pools) == {"main"}
+
+
 def test_deletions_are_remembered_no_longer_than_a_listing_may_be_under_way() -> None:
     view = ClusterView()
     for number in range(3):

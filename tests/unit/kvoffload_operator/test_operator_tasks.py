@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload_operator import metrics
 from kvoffload_operator import operator as operator_module
+from kvoffload_operator.kube import ApiServerError
 from kvoffload_operator.leader import NotLeader
 from kvoffload_operator.operator import Key, Operator
 from kvoffload_operator.settings import Settings
@@ -73,9 +74,11 @@ async def test_a_step_that_fails_is_taken_again(operator: Operator, caplog: pyte
         again.set()
         return 60.0
 
-    before = num_unexpected("sweep")
+    before, failed = num_unexpected("sweep"), metrics.reconcile_errors_total.labels(kind="sweep")
+    failed_before = failed._value.get()
     await run_until(operator._repeat("sweep", step), again)
     assert num_unexpected("sweep") == before + 1
+    assert failed._value.get() == failed_before + 1
     assert "sweep: unexpected KeyError: 'webhooks'; again in 0.0 s" in caplog.text
 
 
@@ -87,6 +90,24 @@ async def test_who_lost_the_lease_tries_nothing_again(operator: Operator) -> Non
     for task in (operator._repeat("sweep", step), operator._work(operator._pools, step)):
         with pytest.raises(NotLeader):
             await asyncio.wait_for(task, 30)
+
+
+async def test_an_api_server_that_does_not_answer_is_no_news_of_the_webhook(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, again = 0, asyncio.Event()
+
+    async def look(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            again.set()
+        raise ApiServerError(503, "ServiceUnavailable", "etcd")
+
+    monkeypatch.setattr(operator_module, "look_after_webhook", look)
+    pools = SimpleNamespace(injection=None)
+    await run_until(operator._look_after_webhook(pools, {}), again)  # type: ignore[arg-type]
+    assert pools.injection is None
 
 
 async def test_a_webhook_that_cannot_be_looked_at_is_said_in_the_pools(

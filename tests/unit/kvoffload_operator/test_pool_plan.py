@@ -595,6 +595,29 @@ async def test_what_trying_again_may_not_mend_is_said_in_the_pool_once_and_raise
     assert [(one["reason"], one["type"]) for one in server.events] == [("ReconcileFailed", "Warning")]
 
 
+async def test_what_a_pass_met_is_raised_where_it_cannot_be_said_either(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ApiServer):
+        async def apply(self, resource: Resource, *_: Any, **__: Any) -> dict[str, Any]:
+            if resource is DAEMONSETS:
+                raise ZeroDivisionError
+            raise ApiServerError(503, "ServiceUnavailable", "etcd")
+
+    server, view = Broken(), ClusterView()
+    view.update_pool(pool_manifest())
+    recorder = EventRecorder(server, instance="test")  # type: ignore[arg-type]
+    pools = PoolReconciler(
+        server,  # type: ignore[arg-type]
+        view,
+        options=OPTIONS,
+        recorder=recorder,
+        silence_seconds=90,
+        write_parallelism=1,
+    )
+    with pytest.raises(ZeroDivisionError):
+        await pools.reconcile("main", NOW)
+    assert "pool main: its status was not written" in caplog.text
+
+
 async def test_a_daemonset_that_somebody_else_made_is_left_alone_and_said_until_its_name_is_free() -> None:
     server, view = ApiServer(), ClusterView()
     view.update_pool(pool_manifest())
