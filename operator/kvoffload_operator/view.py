@@ -70,61 +70,53 @@ class ClusterView:
             self._versions.pop(key, None)
         self._deleted.clear()
 
+    def _take(
+        self, kind: str, known: dict[str, Fact], observe: Callable[[Manifest], Fact], manifest: Manifest
+    ) -> tuple[Fact | None, Fact] | None:
+        """Keep what a manifest says. The fact before and now; None where nothing has changed."""
+        if self._is_stale(kind, manifest):
+            return None
+        fact, key = _read(observe, manifest), key_of(kind, manifest)
+        before = known.get(key)
+        if fact == before:
+            return None
+        known[key] = fact
+        return before, fact
+
     def update_pool(self, manifest: Manifest) -> Dirty:
         """A pool was seen; a change of its spec may matter to the others that it overlaps."""
-        if self._is_stale("kvoffloadpools", manifest):
+        if (taken := self._take("kvoffloadpools", self.pools, observe_pool, manifest)) is None:
             return NOTHING
-        fact = _read(observe_pool, manifest)
-        before = self.pools.get(fact.name)
-        if fact == before:
-            return NOTHING
-        self.pools[fact.name] = fact
+        before, fact = taken
         if before is None or before.generation != fact.generation or before.deleting != fact.deleting:
             return Dirty(pools=frozenset(self.pools))
         return Dirty(pools=frozenset({fact.name}))
 
     def update_node(self, manifest: Manifest) -> Dirty:
         """A node was seen; heartbeats change nothing that is kept."""
-        if self._is_stale("nodes", manifest):
+        if (taken := self._take("nodes", self.nodes, observe_node, manifest)) is None:
             return NOTHING
-        fact = _read(observe_node, manifest)
-        before = self.nodes.get(fact.name)
-        if fact == before:
-            return NOTHING
-        self.nodes[fact.name] = fact
-        return self._pools_of_node(*(node for node in (before, fact) if node is not None))
+        return self._pools_of_node(*(node for node in taken if node is not None))
 
     def update_region(self, manifest: Manifest) -> Dirty:
         """A region was seen."""
-        if self._is_stale("kvoffloadregions", manifest):
+        if (taken := self._take("kvoffloadregions", self.regions, observe_region, manifest)) is None:
             return NOTHING
-        fact = _read(observe_region, manifest)
-        if fact == self.regions.get(fact.name):
-            return NOTHING
-        self.regions[fact.name] = fact
-        pods = {key for key, pod in self.pods.items() if pod.node == fact.spec.node_name}
-        return Dirty(pools=frozenset({fact.spec.pool_name}), pods=frozenset(pods))
+        spec = taken[1].spec
+        pods = {key for key, pod in self.pods.items() if pod.node == spec.node_name}
+        return Dirty(pools=frozenset({spec.pool_name}), pods=frozenset(pods))
 
     def update_daemonset(self, manifest: Manifest) -> Dirty:
         """A DaemonSet of ours was seen."""
-        if self._is_stale("daemonsets", manifest):
+        if (taken := self._take("daemonsets", self.daemonsets, observe_daemonset, manifest)) is None:
             return NOTHING
-        fact = _read(observe_daemonset, manifest)
-        if fact == self.daemonsets.get(fact.name):
-            return NOTHING
-        self.daemonsets[fact.name] = fact
-        return Dirty(pools=frozenset({fact.pool}))
+        return Dirty(pools=frozenset({taken[1].pool}))
 
     def update_pod(self, manifest: Manifest) -> Dirty:
         """A pod that opted in was seen."""
-        if self._is_stale("pods", manifest):
+        if self._take("pods", self.pods, observe_pod, manifest) is None:
             return NOTHING
-        fact = _read(observe_pod, manifest)
-        key = f"{fact.namespace}/{fact.name}"
-        if fact == self.pods.get(key):
-            return NOTHING
-        self.pods[key] = fact
-        return Dirty(pods=frozenset({key}))
+        return Dirty(pods=frozenset({key_of("pods", manifest)}))
 
     def forget(self, kind: str, key: str, *, version: str = "") -> Dirty:
         """An object is gone. `kind` is a plural, `key` a name, for pods `<namespace>/<name>`.

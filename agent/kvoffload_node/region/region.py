@@ -29,10 +29,10 @@ from kvoffload_node.index.journal import TenantJournal
 from kvoffload_node.index.order import order_path, write_order
 from kvoffload_node.index.quotas import UNLIMITED_BYTES, Account
 from kvoffload_node.index.slots import Namespace
-from kvoffload_node.index.table import Clock, Eviction
+from kvoffload_node.index.table import Clock
 from kvoffload_node.index.tenant import TenantIndex
 from kvoffload_node.region.extents import ExtentPool, Tenant
-from kvoffload_node.region.figures import Figures
+from kvoffload_node.region.figures import Figures, build_figures
 from kvoffload_node.region.hugetlbfs import Mount, NoHugetlbfs, RegionFile, Reservation
 from kvoffload_node.region.leftovers import JOURNALS, ORDERS, REGION_FILES, region_folder
 
@@ -252,31 +252,12 @@ class Region:
 
     def figures(self) -> Figures:
         """Bytes and slots as they are now."""
-        tenants = self.extents.tenants.values()
-        used = {tenant.name: tenant.index.used_bytes - tenant.index.writing_bytes for tenant in tenants}
-        writing = sum(tenant.index.writing_bytes for tenant in tenants)
-        slots = dict.fromkeys(("free", "writing", "ready", "leased", "orphaned"), 0)
-        evicted = dict.fromkeys(map(str, Eviction), 0) | self._evicted_bytes
-        for tenant in tenants:
-            index = tenant.index
-            slots["free"] += sum(len(extent.free) for extent in index.extents.values())
-            slots["writing"] += len(index.writes)
-            slots["ready"] += len(index.ready) - len(index.orphans)
-            slots["leased"] += index.num_leased
-            slots["orphaned"] += len(index.orphans)
-            for reason, num_bytes in index.evicted_bytes.items():
-                evicted[reason] += num_bytes
-        waste = sum(tenant.index.waste_bytes for tenant in tenants)
-        capacity = self.capacity_bytes if self.pages_reserved else self.extents.num_allocated * self.extent_bytes
-        return Figures(
-            capacity_bytes=capacity,
-            allocated_bytes=self.extents.num_allocated * self.extent_bytes,
-            used_by_tenant=used,
-            free_bytes=max(0, capacity - sum(used.values()) - writing - waste),
-            saved_bytes=sum(tenant.index.saved_bytes for tenant in tenants),
-            waste_bytes=waste,
-            slots=slots,
-            evicted_bytes=evicted,
+        allocated = self.extents.num_allocated * self.extent_bytes
+        return build_figures(
+            self.extents.tenants.values(),
+            capacity_bytes=self.capacity_bytes if self.pages_reserved else allocated,
+            allocated_bytes=allocated,
+            evicted_bytes=self._evicted_bytes,
         )
 
     # --- ends -------------------------------------------------------------------------------------------------------

@@ -1,23 +1,16 @@
 """An engine that the API does not take, for whatever reason, keeps nobody else out of the region's status."""
 
 import asyncio
-import shutil
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvoffload.api.pool import Fallback, Sharing
-from kvoffload.api.region import KVOffloadRegionSpec, KVOffloadRegionStatus
+from kvoffload.api.region import KVOffloadRegionStatus
 from kvoffload_node import daemon as daemon_module
 from kvoffload_node.daemon import Daemon
 from kvoffload_node.failures import Part
 from kvoffload_node.session.engines import SCHEDULER, Engine, Session
-from kvoffload_node.settings import NodeSettings
-
-MOUNT = Path("/dev/shm")
 
 
 class Told:
@@ -32,24 +25,12 @@ class Told:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    pool = f"test-{uuid.uuid4().hex[:12]}"
-    daemon = Daemon(
-        NodeSettings(pool=pool, node_name="n", state=tmp_path, hugepages=MOUNT, handoff=tmp_path, metrics_port=0)
-    )
-    daemon.source.spec = KVOffloadRegionSpec(
-        pool_name=pool,
-        node_name="n",
-        capacity_bytes=16 << 20,
-        page_size_bytes=2 << 20,
-        fallback=Fallback.SHARED_MEMORY,
-        sharing=Sharing.POOL,
-    )
+def daemon(daemon: Daemon) -> Iterator[Daemon]:
+    """The one of conftest.py, with its region open."""
     daemon.running = daemon._open()
     yield daemon
     daemon.running.registry.close()
     daemon.running.region.close()
-    shutil.rmtree(MOUNT / f"kvoffload-{pool}", ignore_errors=True)
 
 
 def add_engine(daemon: Daemon, engine_id: str) -> Engine:
