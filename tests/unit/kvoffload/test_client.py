@@ -4,12 +4,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from daemon_process import wait_until
 from kvoffload.errors import DaemonUnavailable, ProtocolError, RefusalReason, SessionRefused
 from kvoffload.protocol.client import MAX_BACKLOG_BYTES, Connector, Session, decode_from_daemon
 from kvoffload.protocol.framing import FrameReader, pack_frame
@@ -76,13 +77,6 @@ def connected(
         thread.join()
 
 
-def eventually(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
-
-
 def test_a_welcome_brings_its_descriptors(peer: Peer) -> None:
     session, _ = connected(peer, descriptors=(0,))
     assert session.welcome == WELCOME
@@ -147,7 +141,7 @@ def test_messages_come_whole_however_they_were_cut(peer: Peer) -> None:
     for begin in range(0, len(data), 37):
         connection.sendall(data[begin : begin + 37])
         received += session.receive(0)
-    eventually(lambda: bool(received.extend(session.receive(0))) or len(received) == 20)
+    wait_until(lambda: bool(received.extend(session.receive(0))) or len(received) == 20)
     assert [message.request for message in received if isinstance(message, Found)] == list(range(20))
 
 
@@ -217,11 +211,11 @@ def test_a_connector_connects_again_by_itself_and_says_each_change_once(peer: Pe
     connector = keep_connected(peer, events)
     connector.start()
     first = peer.welcome()
-    eventually(lambda: connector.current() is not None)
+    wait_until(lambda: connector.current() is not None)
     first.close()
-    eventually(lambda: connector.current() is None)
+    wait_until(lambda: connector.current() is None)
     peer.welcome()
-    eventually(lambda: connector.current() is not None)
+    wait_until(lambda: connector.current() is not None)
     connector.close()
     assert connector.current() is None
     assert len(events.sessions) == 2
@@ -250,7 +244,7 @@ def test_an_exception_in_a_callback_does_not_end_the_thread(peer: Peer) -> None:
     connector.start()
     unused = peer.welcome()
     peer.welcome()
-    eventually(lambda: connector.current() is not None)
+    wait_until(lambda: connector.current() is not None)
     assert unused.recv(1) == b"", "a session that could not be used is closed"
     connector.close()
     assert "ValueError: a bug" in lines[0]
@@ -274,7 +268,7 @@ def test_an_exception_in_what_is_done_regularly_ends_the_session_and_not_the_thr
     connector.start()
     peer.welcome()
     peer.welcome()
-    eventually(lambda: len(events.sessions) == 2 and connector.current() is events.sessions[1])
+    wait_until(lambda: len(events.sessions) == 2 and connector.current() is events.sessions[1])
     connector.close()
     assert events.sessions[0].closed_because == "ValueError: a bug"
 
@@ -301,8 +295,8 @@ def test_a_refusal_is_kept_and_tried_again(peer: Peer) -> None:
     connector = keep_connected(peer, events)
     connector.start()
     peer.welcome(Refused("PoolPaused", "the pool is paused"))
-    eventually(lambda: connector.refused is not None)
+    wait_until(lambda: connector.refused is not None)
     peer.welcome()
-    eventually(lambda: connector.current() is not None)
+    wait_until(lambda: connector.current() is not None)
     assert connector.refused is None
     connector.close()

@@ -1,7 +1,6 @@
 """Order of a device's calls, by a device that writes them down; and registration of the region (case 14)."""
 
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from daemon_process import wait_until
 from kvoffload_engine.transfer.cuda import DeviceTransfer
 from kvoffload_engine.transfer.pinning import Pinning
 from kvoffload_engine.transfer.plan import CopyPlan
@@ -132,13 +132,6 @@ def test_a_rank_with_no_page_of_a_job_finishes_it_without_a_copy() -> None:
     assert transfer.finished() == [(1, 0.002)]
 
 
-def eventually(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.001)
-
-
 def mapped(device: Recorder) -> DeviceTransfer:
     transfer = DeviceTransfer(device)
     transfer.region_mapped(SimpleNamespace(address=BASE, num_bytes=64 * EXTENT), EXTENT)  # type: ignore[arg-type]
@@ -150,7 +143,7 @@ def test_extents_are_registered_as_they_come_into_use_each_in_one_call() -> None
     transfer = mapped(device)
     transfer.start(1, plan(2, offset=3 * EXTENT - 64), to_region=True)
     transfer.start(2, plan(2, offset=3 * EXTENT - 64), to_region=False)
-    eventually(lambda: len(device.registered) == 2)
+    wait_until(lambda: len(device.registered) == 2)
     assert device.registered == {BASE + 2 * EXTENT: EXTENT, BASE + 3 * EXTENT: EXTENT}
     transfer.shutdown()
     assert device.registered == {}
@@ -163,7 +156,7 @@ def test_a_refusal_undoes_what_was_registered_and_copies_go_on(refused_at: int) 
     transfer = mapped(device)
     for job, extent in enumerate(range(5)):
         transfer.start(job, plan(1, offset=extent * EXTENT), to_region=True)
-    eventually(lambda: bool(transfer.registration_refused))
+    wait_until(lambda: bool(transfer.registration_refused))
     assert device.registered == {}
     assert transfer.registration_refused == "not supported"
     transfer.start(9, plan(1, offset=9 * EXTENT), to_region=True)
@@ -175,7 +168,7 @@ def test_when_another_rank_is_refused_this_one_undoes_its_registrations_after_it
     device = Recorder()
     transfer = mapped(device)
     transfer.start(1, plan(1), to_region=False)
-    eventually(lambda: len(device.registered) == 1)
+    wait_until(lambda: len(device.registered) == 1)
     transfer.use_pageable()
     assert device.registered == {}
     assert ("host", "synchronizes", "event2") in device.calls
@@ -188,11 +181,11 @@ def test_a_revoked_extent_is_unregistered_at_once_and_may_come_again() -> None:
     device = Recorder()
     transfer = mapped(device)
     transfer.start(1, plan(1, offset=4 * EXTENT), to_region=True)
-    eventually(lambda: len(device.registered) == 1)
+    wait_until(lambda: len(device.registered) == 1)
     transfer.extents_revoked([4 * EXTENT, 5 * EXTENT])
     assert device.registered == {}
     transfer.start(2, plan(1, offset=4 * EXTENT), to_region=True)
-    eventually(lambda: len(device.registered) == 1)
+    wait_until(lambda: len(device.registered) == 1)
     transfer.shutdown()
 
 
