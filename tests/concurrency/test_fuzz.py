@@ -22,6 +22,7 @@ import pytest
 from daemon_process import DaemonProcess, TestEngine, wait_until
 from kvoffload.protocol.framing import pack_frame
 from kvoffload.protocol.messages import (
+    PROTOCOL_VERSION,
     Assign,
     Bind,
     Fail,
@@ -43,10 +44,10 @@ from kvoffload.protocol.messages import (
 KEYS = bytes(range(32)) * 4
 NEVER_STORED = b"\xff" * 32
 OFFSETS = struct.pack("<4q", 0, 65536, 131072, 1 << 40)
-HELLO = Hello(1, 1, "fuzz", "worker", 0, 2, b"i" * 32, "all", 65536)
+HELLO = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, "fuzz", "worker", 0, 2, b"i" * 32, "all", 65536)
 VALID = [
     HELLO,
-    Hello(1, 1, "fuzz", "scheduler", -1, 2, b"i" * 32),
+    Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, "fuzz", "scheduler", -1, 2, b"i" * 32),
     Mapped(),
     Bind(b"none", 32),
     Lookup(1, KEYS),
