@@ -26,8 +26,8 @@ from hack.shell import run
 
 MAP_HUGETLB = 0x40000
 Finding = dict[str, str]
-Wanted = tuple[str, str]
-"""A check and a subject, in which `*` stands for what a controller chose."""
+Wanted = tuple[str, str] | tuple[str, str, str]
+"""A check, a subject and a message, in which `*` stands for what a controller chose; without a message, any."""
 
 
 @dataclass
@@ -56,22 +56,28 @@ class Doctor:
         seen: list[Finding] = []
 
         def matching(one: Wanted) -> list[Finding]:
-            check, subject = one
-            return [got for got in seen if got["check"] == check and fnmatch.fnmatchcase(got["subject"], subject)]
+            check, subject, message = (*one, "*")[:3]
+            return [
+                got
+                for got in seen
+                if got["check"] == check
+                and fnmatch.fnmatchcase(got["subject"], subject)
+                and fnmatch.fnmatchcase(got["message"], message)
+            ]
 
         def is_found() -> bool:
             seen[:] = self.run(*arguments)
             return all(map(matching, wanted))
 
         wait_until(
-            f"doctor to find {', '.join(check for check, _ in wanted)}",
+            f"doctor to find {', '.join(one[0] for one in wanted)}",
             is_found,
             timeout_seconds=60,
             explain=lambda: (
                 f"missing: {[one for one in wanted if not matching(one)]}\nfound: {json.dumps(seen, indent=1)}"
             ),
         )
-        self.found |= {check for check, _ in wanted}
+        self.found |= {one[0] for one in wanted}
         return [matching(one)[0] for one in wanted]
 
     def wait_gone(self, *checks: str, timeout_seconds: float = 60) -> None:

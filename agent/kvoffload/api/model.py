@@ -4,6 +4,7 @@ Models read what the API server stores (camelCase) and ignore fields they do not
 program is normal during an upgrade. They are frozen: what was observed does not change.
 """
 
+from datetime import datetime
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, computed_field
@@ -39,6 +40,7 @@ class ApiObject(ApiModel):
     uid: str = ""
     generation: int = 0
     deleting: bool = False
+    created_at: datetime | None = None
 
 
 def read_metadata(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def read_metadata(manifest: dict[str, Any]) -> dict[str, Any]:
         "uid": metadata.get("uid", ""),
         "generation": metadata.get("generation", 0),
         "deleting": "deletionTimestamp" in metadata,
+        "created_at": metadata.get("creationTimestamp"),
     }
 
 

@@ -16,7 +16,8 @@ from kvoffload.api.region import KVOffloadRegion
 from kvoffload_cli.facts import PASSING_WAITS, ClusterFacts, DaemonPod, NodeFacts
 
 STARTING = timedelta(minutes=2)
-"""How long the pod of a daemon may take to be ready: its image is pulled, its pages are reserved."""
+"""How long a new daemon's pod may take to be ready (its image is pulled, its pages are reserved), and a new pool or
+region to have a status."""
 PASSING_REASONS = (
     RegionReason.DRAINING,
     RegionReason.STARTING,
@@ -97,6 +98,11 @@ def is_refused(facts: ClusterFacts, *, pool: str, node: str) -> bool:
 def is_young(facts: ClusterFacts, pod: DaemonPod) -> bool:
     """Whether the pod was created a moment ago and is not ready yet."""
     return not pod.is_ready and pod.created_at is not None and facts.now - pod.created_at < STARTING
+
+
+def is_new(facts: ClusterFacts, one: KVOffloadPool | KVOffloadRegion) -> bool:
+    """Whether the object was created a moment ago: who writes its status may not have seen it yet."""
+    return one.created_at is not None and facts.now - one.created_at < STARTING
 
 
 def speaks_of_itself(region: KVOffloadRegion) -> bool:

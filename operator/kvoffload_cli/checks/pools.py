@@ -9,6 +9,7 @@ from kvoffload_cli.checks.causes import (
     fails,
     holds_pages,
     is_explained,
+    is_new,
     is_passing,
     is_refused,
     is_rolling_out,
@@ -25,6 +26,7 @@ from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, Part
 from kvoffload_cli.remedies import MEND_IMAGE
 
 MANY_RESTARTS = 5
+NOT_REPORTED = "the node daemon has not reported yet"
 
 
 def pool_matches_no_node(facts: ClusterFacts) -> Found:
@@ -164,7 +166,8 @@ def region_does_not_serve(facts: ClusterFacts) -> Found:
             if node_ready is not None and node_ready.status == "False":
                 yield Severity.ERROR, subject, f"{node_ready.reason}: {node_ready.message}", why
             else:
-                yield Severity.ERROR, subject, "the node daemon has not reported yet", daemon_logs(spec.pool_name)
+                severity = Severity.WARNING if is_new(facts, region) else Severity.ERROR
+                yield severity, subject, NOT_REPORTED, daemon_logs(spec.pool_name)
         elif ready.status != "True" and spec.mode is Mode.ACTIVE:
             yield Severity.ERROR, subject, f"{ready.reason}: {ready.message}", why
         is_of_the_past = is_refused(facts, pool=spec.pool_name, node=spec.node_name)  # the daemon that wrote it is gone
@@ -193,7 +196,10 @@ def pool_is_not_ready(facts: ClusterFacts) -> Found:
             )
         elif ready is None:
             message = "the operator has not looked at it yet"
-            yield Severity.ERROR, f"pool/{pool.name}", message, "see the findings about the operator"
+            if is_new(facts, pool):
+                yield Severity.WARNING, f"pool/{pool.name}", message, "wait a moment; it should within two minutes"
+            else:
+                yield Severity.ERROR, f"pool/{pool.name}", message, "see the findings about the operator"
         elif ready.status != "True":
             yield (
                 Severity.WARNING if pool.status.nodes.ready else Severity.ERROR,
@@ -220,7 +226,7 @@ def is_pool_explained(facts: ClusterFacts, pool: KVOffloadPool) -> bool:
     regions = {region.name for region in facts.regions if region.spec.pool_name == pool.name}
     of_regions = [
         subject.removeprefix("region/")
-        for severity, subject, _, _ in region_does_not_serve(facts)
-        if severity is Severity.ERROR
+        for severity, subject, message, _ in region_does_not_serve(facts)
+        if severity is Severity.ERROR or message == NOT_REPORTED
     ]
     return not regions.isdisjoint(of_regions)

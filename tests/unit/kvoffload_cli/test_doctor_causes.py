@@ -163,6 +163,25 @@ def test_a_daemon_that_is_not_ready_for_long_is_an_error_once() -> None:
     assert (found.severity, found.check) == (Severity.ERROR, "daemon_does_not_run")
 
 
+@pytest.mark.parametrize(
+    ("created", "severity"), [("2026-11-29T17:59:50Z", Severity.WARNING), ("2026-11-29T17:50:00Z", Severity.ERROR)]
+)
+def test_what_has_no_status_yet_is_an_error_when_it_is_not_new(created: str, severity: Severity) -> None:
+    objects = one_node({})
+    objects[POOLS][0]["status"] = {"conditions": [condition("Ready", "False", "Progressing", "no region is ready")]}
+    (region,) = objects[REGIONS]
+    region["metadata"]["creationTimestamp"] = created
+    fresh = pool("fresh", nodeSelector=objects[POOLS][0]["spec"]["nodeSelector"])
+    fresh["metadata"]["creationTimestamp"] = created
+    objects[POOLS].append(fresh)
+    found = [(one.severity, one.check, one.subject) for one in findings_of(objects) if "yet" in one.message]
+    assert found == [
+        (severity, "region_does_not_serve", f"region/{region['metadata']['name']}"),
+        (severity, "pool_is_not_ready", "pool/fresh"),
+    ]
+    assert not any(one.subject == "pool/llm" for one in findings_of(objects)), "the region explains it"
+
+
 def test_the_words_of_a_daemon_are_given_once() -> None:
     (found,) = findings_of(one_node(says("Ready", "NoHugetlbfs"), daemon("llm", "gpu-1", ready=False)))
     assert (found.severity, found.check, found.message) == (
