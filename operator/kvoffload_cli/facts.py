@@ -21,7 +21,7 @@ class Part(StrEnum):
     NODES = "nodes"
     DEPLOYMENTS = "Deployments"
     DAEMONSETS = "DaemonSets"
-    SECRETS = "the webhook's certificate"
+    CERTIFICATE = "the webhook's certificate"
     EVENTS = "events of the daemons"
     WEBHOOKS = "webhook configurations"
     CRDS = "CRDs"
@@ -153,7 +153,7 @@ class WebhookFacts:
     service: str
     authorities: tuple[CertificateFacts, ...]
     trusts_serving: bool | None
-    """Whether one of the authorities signed the serving certificate; None where no serving certificate was read."""
+    """Whether the authorities signed every certificate that the release serves; None where none was read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,14 +89,14 @@ class ClusterReader:
         """What a path answers that is no object: a log, or what is proxied."""
         answer = self._request(path, list((query or {}).items()))
         if answer is None:
-            raise ClusterUnavailable(f"{path}: not found")
+            raise ReadFailed(f"asking {path} failed (404): not found")
         return answer
 
     def admit(self, path: str, manifest: dict[str, Any]) -> dict[str, Any]:
         """What would be stored of a new object, which is not (dry run)."""
         answer = self._request(path, [("dryRun", "All")], manifest)
         if answer is None:
-            raise ClusterUnavailable(f"{path}: not found")
+            raise ReadFailed(f"a dry run of creating in {path} failed (404): not found")
         return dict(json.loads(answer))
 
     def _request(self, path: str, query: "list[tuple[str, str]]", manifest: dict[str, Any] | None = None) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
+from cryptography import x509
 from pydantic import ValidationError
 
 from kvoffload.api import keys
@@ -23,14 +24,23 @@ from kvoffload_cli.facts import (
 from kvoffload_cli.kube import Denied, Reader, ReadFailed
 from kvoffload_cli.observe_absence import explain_absence
 from kvoffload_cli.observe_nodes import observe_nodes
-from kvoffload_cli.observe_pods import daemon_pod, labels_of, opted_in_pod, timestamp, waits_in_vain
+from kvoffload_cli.observe_pods import (
+    daemon_pod,
+    labels_of,
+    metrics_proxy,
+    opted_in_pod,
+    timestamp,
+    waiting_reasons,
+    waits_in_vain,
+)
 from kvoffload_cli.observe_release import (
     Manifest,
+    Release,
     certificate_facts,
-    certificate_secret_paths,
     crd_facts,
     has_condition,
-    serving_certificate,
+    release_of,
+    served_certificate,
     webhook_facts,
 )
 from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS, does_operator_run, find_viewer_role, has_operator
@@ -101,6 +111,14 @@ class Observation:
         except (Denied, ReadFailed) as error:
             self.note(part, error)
             return None
+
+    def text(self, path: str, part: Part) -> str:
+        """What is proxied; empty, and noted, where it could not be read."""
+        try:
+            return self.reader.text(path)
+        except (Denied, ReadFailed) as error:
+            self.note(part, error)
+            return ""
 
     def pools(self) -> tuple[KVOffloadPool, ...]:
         """All pools that this version can read."""
@@ -182,22 +200,20 @@ def observe_pod(reader: Reader, *, namespace: str, name: str, now: datetime) -> 
     )
 
 
-def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True) -> ClusterFacts:
-    """Everything that `doctor` judges; without reading Secrets, all but the serving certificate."""
+def observe_cluster(reader: Reader, *, now: datetime) -> ClusterFacts:
+    """Everything that `doctor` judges. No Secret is read."""
     seen = Observation(reader)
     pools, regions = seen.pools(), seen.regions()
     pods = seen.collection(PODS, Part.PODS)
     deployments = seen.collection(DEPLOYMENTS, Part.DEPLOYMENTS, labels=OURS)
     workloads = [workload_facts(one, pods) for one in deployments]
     daemonsets = seen.collection(DAEMONSETS, Part.DAEMONSETS, labels=OURS)
-    paths = certificate_secret_paths(deployments) if reads_secrets else []
-    secrets = [found for path in paths if (found := seen.get(path, Part.SECRETS)) is not None]
-    serving = {where: one for where, one in map(serving_certificate, secrets) if one is not None}
+    serving = observe_serving(seen, pods, workloads)
     webhooks = [
         fact
         for kind in ("mutating", "validating")
         for one in seen.collection(f"{ADMISSION}/{kind}webhookconfigurations", Part.WEBHOOKS, labels=OURS)
-        for fact in webhook_facts(one, kind=kind, serving=list(serving.values()))
+        for fact in webhook_facts(one, kind=kind, serving=serving)
     ]
     return ClusterFacts(
         now=now,
@@ -209,7 +225,11 @@ def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True
         daemonsets=observe_daemonsets(seen, daemonsets),
         workloads=tuple(workloads),
         webhooks=tuple(webhooks),
-        serving_certificates=tuple(certificate_facts(one, where=where) for where, one in serving.items()),
+        serving_certificates=tuple(
+            certificate_facts(one, where=f"webhook/{namespace}/{release}")
+            for (namespace, release), served in serving.items()
+            for one in served
+        ),
         webhook_answers=probe_webhook(seen) if workloads or webhooks else None,
         crds=tuple(observe_crds(seen)),
         pods=tuple(opted_in_pod(pod) for pod in pods if labels_of(pod).get(keys.POOL_LABEL)),
@@ -221,6 +241,25 @@ def observe_cluster(reader: Reader, *, now: datetime, reads_secrets: bool = True
         invalid=tuple(seen.invalid),
         engines=engines_by_pod(regions),
     )
+
+
+def observe_serving(
+    seen: Observation, pods: Iterable[Manifest], workloads: Iterable[Workload]
+) -> dict[Release, list[x509.Certificate]]:
+    """What each pod of each release's webhook says that it serves; those are left out that do not run."""
+    releases = {(one.namespace, one.release) for one in workloads if one.component == "webhook"}
+    found: dict[Release, list[x509.Certificate]] = {}
+    for pod in pods:
+        labels, release = labels_of(pod), (pod["metadata"]["namespace"], release_of(pod))
+        if labels.get("app.kubernetes.io/component") != "webhook" or release not in releases:
+            continue
+        proxy = metrics_proxy(pod)
+        if proxy is None or waiting_reasons(pod) or "deletionTimestamp" in pod["metadata"]:
+            continue
+        served = served_certificate(seen.text(proxy + keys.CERTIFICATE_PATH, Part.CERTIFICATE))
+        if served is not None:
+            found.setdefault(release, []).append(served)
+    return found
 
 
 def observe_crds(seen: Observation) -> Iterable[CRDFacts]:

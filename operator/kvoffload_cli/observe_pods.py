@@ -22,6 +22,16 @@ def labels_of(manifest: Manifest) -> Mapping[str, str]:
     return manifest["metadata"].get("labels") or {}
 
 
+def metrics_proxy(pod: Manifest) -> str | None:
+    """Where the API server passes requests on to the pod's port `metrics`; None where it has none, or does not run."""
+    ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
+    port = next((port["containerPort"] for port in ports if port.get("name") == "metrics"), None)
+    if port is None or pod.get("status", {}).get("phase") != "Running":
+        return None
+    metadata = pod["metadata"]
+    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy"
+
+
 def count_restarts(pod: Manifest) -> int:
     """How often containers of the pod were started again."""
     return sum(container.get("restartCount", 0) for container in _container_statuses(pod))

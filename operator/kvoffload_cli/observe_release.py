@@ -1,4 +1,4 @@
-"""From webhook configurations, secrets and CRDs to facts: certificates are parsed and compared here. For `observe`."""
+"""From webhook configurations, certificates and CRDs to facts. For `observe`."""
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,49 +13,50 @@ from kvoffload_cli.facts import CertificateFacts, CRDFacts, WebhookFacts
 
 Manifest = Mapping[str, Any]
 
-CERTIFICATE_VARIABLE = "KVOFFLOAD_CERTIFICATE_SECRET"
-"""Of operator and webhook, set by the chart whatever the certificates' mode."""
+Release = tuple[str, str]
+"""Namespace and name of a release of the chart."""
+MAX_PEM_CHARACTERS = 64 << 10
+"""Of what a pod says that it serves."""
 
 
-def webhook_facts(configuration: Manifest, *, kind: str, serving: Sequence[x509.Certificate]) -> Iterable[WebhookFacts]:
-    """Every webhook of one configuration, and whether it trusts one of the serving certificates."""
+def webhook_facts(
+    configuration: Manifest, *, kind: str, serving: Mapping[Release, Sequence[x509.Certificate]]
+) -> Iterable[WebhookFacts]:
+    """Every webhook of one configuration, and whether it trusts what its release serves."""
     name = configuration["metadata"]["name"]
     for webhook in configuration.get("webhooks", []):
         service = webhook["clientConfig"].get("service", {})
-        authorities = load_certificates(webhook["clientConfig"].get("caBundle", ""))
+        authorities = trusted_authorities(webhook)
+        served = serving.get((service.get("namespace", ""), release_of(configuration)), ())
         yield WebhookFacts(
             configuration=name,
             kind=kind,
             service=f"{service.get('namespace', '')}/{service.get('name', '')}",
             authorities=tuple(certificate_facts(one, where=f"caBundle of {name}") for one in authorities),
-            trusts_serving=any(is_signed_by(one, authority) for one in serving for authority in authorities)
-            if serving
+            trusts_serving=all(any(is_signed_by(one, authority) for authority in authorities) for one in served)
+            if served
             else None,
         )
 
 
-def certificate_secret_paths(deployments: Iterable[Manifest]) -> list[str]:
-    """API paths of the Secrets that the webhook's Deployments serve from, whoever made them."""
-    names = {
-        (deployment["metadata"]["namespace"], variable["value"])
-        for deployment in deployments
-        for container in deployment["spec"]["template"]["spec"]["containers"]
-        for variable in container.get("env", [])
-        if variable["name"] == CERTIFICATE_VARIABLE
-    }
-    return [f"/api/v1/namespaces/{namespace}/secrets/{name}" for namespace, name in sorted(names)]
+def release_of(manifest: Manifest) -> str:
+    """The release that an object of the chart is of."""
+    return str((manifest["metadata"].get("labels") or {}).get("app.kubernetes.io/instance", ""))
 
 
-def serving_certificate(secret: Manifest) -> tuple[str, x509.Certificate | None]:
-    """The secret's name and the certificate that it serves; None where it holds none, or an authority's."""
-    where = f"secret {secret['metadata']['namespace']}/{secret['metadata']['name']}"
-    first = next(iter(load_certificates((secret.get("data") or {}).get("tls.crt", ""))), None)
-    return where, None if first is None or is_authority(first) else first
+def served_certificate(pem: str) -> x509.Certificate | None:
+    """The first of what the webhook serves; None where it is none, or an authority's."""
+    first = next(iter(load_certificates(pem[:MAX_PEM_CHARACTERS].encode())), None)
+    return None if first is None or is_authority(first) else first
 
 
-def load_certificates(base64_pem: str) -> list[x509.Certificate]:
+def trusted_authorities(webhook: Manifest) -> list[x509.Certificate]:
+    """Whom the API server trusts when it calls this webhook."""
+    return load_certificates(base64.b64decode(webhook["clientConfig"].get("caBundle", "")))
+
+
+def load_certificates(pem: bytes) -> list[x509.Certificate]:
     """The certificates of a PEM bundle; an unreadable one is empty, which the checks report as missing."""
-    pem = base64.b64decode(base64_pem)
     try:
         return x509.load_pem_x509_certificates(pem) if pem.strip() else []
     except ValueError:

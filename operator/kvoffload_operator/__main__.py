@@ -14,11 +14,12 @@ import contextlib
 import logging
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from aiohttp import web
 
+from kvoffload.api.keys import CERTIFICATE_PATH
 from kvoffload_operator import metrics
 from kvoffload_operator.kube import KubeClient
 from kvoffload_operator.operator import run_operator
@@ -31,8 +32,10 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 3.0
 
 
-async def serve_metrics(port: int, *, is_ready: Callable[[], bool]) -> web.AppRunner:
-    """`/metrics`, `/healthz` (the loop turns), `/readyz`."""
+async def serve_metrics(
+    port: int, *, is_ready: Callable[[], bool], others: Iterable[web.RouteDef] = ()
+) -> web.AppRunner:
+    """`/metrics`, `/healthz` (the loop turns), `/readyz`, and what else a process tells everybody."""
 
     async def metrics_handler(_: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), content_type="text/plain", charset="utf-8")
@@ -45,6 +48,7 @@ async def serve_metrics(port: int, *, is_ready: Callable[[], bool]) -> web.AppRu
 
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics_handler), web.get("/healthz", healthy), web.get("/readyz", ready)])
+    app.add_routes(others)
     return await _serve(app, port)
 
 
@@ -67,9 +71,19 @@ async def run_webhook(settings: Settings, stop: asyncio.Event) -> int:
     )
     watch = CertificateWatch(source)
     serving = False
+
+    async def certificate(_: web.Request) -> web.Response:
+        """What is served now, for `kubectl kvoffload doctor`: its users need no right to the Secret with the key."""
+        served = watch.certificate
+        return web.Response(status=503, text="none yet") if served is None else web.Response(body=served)
+
     metrics.begin_injections()
     runners = [
-        await serve_metrics(settings.metrics_port, is_ready=lambda: serving and not watch.has_expired(utc_now()))
+        await serve_metrics(
+            settings.metrics_port,
+            is_ready=lambda: serving and not watch.has_expired(utc_now()),
+            others=[web.get(CERTIFICATE_PATH, certificate)],
+        )
     ]
     follow: asyncio.Task[None] | None = None
     try:

@@ -38,6 +38,7 @@ from e2e.webhook_replicas import (
     create,
     host_address,
     is_injected,
+    listed_pods,
     publish,
 )
 from hack.cert_manager.program import PROGRAM, cert_manager_crds
@@ -79,6 +80,7 @@ Object = dict[str, Any]
 class Webhook:
     """One replica's process, and the folder that stands for its mounted Secret."""
 
+    name: str
     process: subprocess.Popen[bytes]
     port: int
     metrics_port: int
@@ -180,7 +182,7 @@ def start(plane: ControlPlane, deployment: Object, services: list[Object]) -> We
     for service in services:
         if service["spec"]["selector"].items() <= template["metadata"]["labels"].items():
             publish(plane, service["metadata"]["name"], {name: port})
-    return Webhook(process, port, metrics_port, tls)
+    return Webhook(name, process, port, metrics_port, tls)
 
 
 def bundles(plane: ControlPlane) -> set[bytes]:
@@ -212,8 +214,8 @@ def test_our_webhook_serves_it_pods_are_injected_and_pools_checked(
     end = issued.not_valid_after_utc
     expiry = "kvoffload_operator_certificate_expiry_timestamp_seconds"
     assert {one.metrics()[expiry] for one in webhooks} == {end.timestamp()}
-    secret = certificate(plane)["spec"]["secretName"]
-    assert certificates_for_doctor(plane) == {f"secret {NAMESPACE}/{secret}": end}
+    with listed_pods(plane, {one.name: one.metrics_port for one in webhooks}):
+        assert certificates_for_doctor(plane) == {f"webhook/{NAMESPACE}/kvoffload": end}
     with running_operator(plane, certificate_mode="cert-manager"):
         plane.apply(pool_manifest("main", nodeSelector={"nowhere": "yes"}))
         wait_until(lambda: is_injected(create(plane, pod_manifest(command=DEEPSEEK))), "a pod to be injected")

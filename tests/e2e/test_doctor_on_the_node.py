@@ -282,7 +282,7 @@ def test_the_release_and_the_node(served: Stage, doctor: Doctor, second_release:
                 *(("webhook_is_not_trusted", f"mutating{configuration}-{replica}") for replica in (0, 1)),
                 ("webhook_is_not_trusted", f"validating{configuration}"),
                 ("webhook_is_not_asked", "webhook"),
-                ("certificate_expires", f"secret {NAMESPACE}/{RELEASE}-webhook-tls"),
+                ("certificate_expires", f"webhook/{NAMESPACE}/{RELEASE}"),
                 ("node_is_not_ready", f"node/{kubernetes.settings.node_name}"),
             )
         assert "spec.numaPolicy" in outdated["message"]

@@ -39,6 +39,7 @@ from e2e.webhook_replicas import (
     host_address,
     is_injected,
     is_serving,
+    listed_pods,
     publish,
     served_serial,
     serving_replicas,
@@ -335,10 +336,11 @@ EXPIRY, VALIDITY = (f"kvoffload_operator_certificate_{what}_seconds" for what in
 def test_the_served_certificate_is_watched_by_metric_and_by_doctor(
     control_plane: ControlPlane, replicas: list[Replica]
 ) -> None:
-    ((where, end),) = certificates_for_doctor(control_plane).items()
-    assert where == f"secret {NAMESPACE}/{SECRET}"
-    assert where not in expiring_for_doctor(control_plane, at=datetime.now(UTC))
-    assert where in expiring_for_doctor(control_plane, at=end - timedelta(days=13))
+    with listed_pods(control_plane, {replica.name: replica.metrics_port for replica in replicas}):
+        ((where, end),) = certificates_for_doctor(control_plane).items()
+        assert where == f"webhook/{NAMESPACE}/kvoffload"
+        assert where not in expiring_for_doctor(control_plane, at=datetime.now(UTC))
+        assert where in expiring_for_doctor(control_plane, at=end - timedelta(days=13))
     for replica in replicas:
         wait_until(lambda replica=replica: replica.metrics()[EXPIRY] == end.timestamp(), "its end")  # type: ignore[misc]
         assert replica.metrics()[VALIDITY] == pytest.approx(90 * 86400, abs=600)

@@ -55,6 +55,25 @@ class Replica:
         return int(self.metrics()['kvoffload_operator_admission_duration_seconds_count{webhook="mutate-pods"}'])
 
 
+@contextlib.contextmanager
+def listed_pods(plane: ControlPlane, metrics_ports: Mapping[str, int]) -> Iterator[None]:
+    """Pods of the webhook's Deployments with these names, as a kubelet reports them where the processes listen."""
+    address = host_address()
+    running = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}
+    for name, port in metrics_ports.items():
+        template = plane.get("deployment", name, "-n", NAMESPACE)["spec"]["template"]
+        (container,) = template["spec"]["containers"]
+        container["ports"] = [{"name": "metrics", "containerPort": port}]
+        metadata = {"name": name, "namespace": NAMESPACE, "labels": template["metadata"]["labels"]}
+        plane.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+        patch = json.dumps({"status": running})
+        plane.kubectl("patch", "pod", name, "-n", NAMESPACE, "--subresource=status", "--type=merge", f"--patch={patch}")
+    try:
+        yield
+    finally:
+        plane.kubectl("delete", "pod", *metrics_ports, "-n", NAMESPACE, "--grace-period=0", "--force")
+
+
 def certificates_for_doctor(plane: ControlPlane) -> dict[str, datetime]:
     """The serving certificates that doctor judges: where they are, and when they end."""
     return {one.where: one.not_after for one in _observe(plane, at=datetime.now(UTC)).serving_certificates}

@@ -29,7 +29,6 @@ from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS
 EVENTS, OF_OPERATOR = "/api/v1/events", "reportingComponent=kvoffload.io/operator"
 KEPT_NAMESPACES = frozenset({"default", "kube-system", "kube-public", "kube-node-lease"})
 """Every cluster has them; --redact leaves them and the release's own."""
-NO_CERTIFICATE = "the webhook's serving certificate: a report reads no Secret; `kubectl kvoffload doctor` does"
 
 _T = TypeVar("_T")
 
@@ -43,7 +42,7 @@ def gather(
         ClusterUnavailable: the API server does not answer at all.
     """
     once, bundle = OnceReader(reader), Bundle()
-    facts = observe_cluster(once, now=now, reads_secrets=False)
+    facts = observe_cluster(once, now=now)
     add_findings(bundle, facts)
     pods = read_list(bundle, once, PODS)
     namespaces = facts.release_namespaces
@@ -95,10 +94,9 @@ def add_list(bundle: Bundle, kind: str, found: Iterable[_T], keep: Callable[[_T]
 
 
 def add_findings(bundle: Bundle, facts: ClusterFacts) -> None:
-    """What doctor says, but of the Secret."""
+    """What doctor says."""
     findings = run_checks(facts)
     document = doctor.as_document(facts, bundle.bounded("doctor.json", findings))
-    document["notChecked"].append(NO_CERTIFICATE)
     bundle.add("doctor.json", document, f"{len(findings)} findings")
 
 

@@ -10,12 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509 import Certificate
 
 from kvoffload.api import keys
 from kvoffload.api.pool import KVOffloadPool
 from kvoffload_cli.facts import NodeFacts
 from kvoffload_cli.observe_pods import opted_in_pod
-from kvoffload_cli.observe_release import load_certificates
+from kvoffload_cli.observe_release import trusted_authorities
 
 Manifest = Mapping[str, Any]
 Kept = dict[str, Any]
@@ -140,14 +141,14 @@ def kept_configuration(manifest: Manifest) -> Kept:
             keep(webhook, WEBHOOK)
             | {
                 "service": webhook["clientConfig"].get("service", {}),
-                "authorities": kept_certificates(webhook["clientConfig"].get("caBundle", "")),
+                "authorities": kept_certificates(trusted_authorities(webhook)),
             }
             for webhook in manifest.get("webhooks", [])
         ],
     }
 
 
-def kept_certificates(base64_pem: str) -> list[Kept]:
+def kept_certificates(certificates: Iterable[Certificate]) -> list[Kept]:
     """Name, validity and fingerprint of each certificate."""
     return [
         {
@@ -156,7 +157,7 @@ def kept_certificates(base64_pem: str) -> list[Kept]:
             "notAfter": one.not_valid_after_utc,
             "sha256": hashlib.sha256(one.public_bytes(Encoding.DER)).hexdigest(),
         }
-        for one in load_certificates(base64_pem)
+        for one in certificates
     ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from kvoffload.api import keys
 from kvoffload_cli.bundle.parts import MAX_TEXT_BYTES, Bundle
 from kvoffload_cli.kube import Reader
-from kvoffload_cli.observe_pods import Manifest, labels_of
+from kvoffload_cli.observe_pods import Manifest, labels_of, metrics_proxy
 from kvoffload_cli.observe_release import has_condition
 
 CONTAINERS = ("operator", "webhook", "daemon", "attacher", "mount-hugetlbfs")
@@ -39,13 +39,11 @@ def urgency(pod: Manifest) -> tuple[bool, bool, int, str]:
 
 def add_metrics(bundle: Bundle, reader: Reader, pod: Manifest) -> None:
     """What a running pod of ours shows on its port `metrics`."""
-    ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
-    port = next((port["containerPort"] for port in ports if port.get("name") == "metrics"), None)
-    if port is None or pod.get("status", {}).get("phase") != "Running":
+    proxy = metrics_proxy(pod)
+    if proxy is None:
         return
     name = f"metrics/{file_name(pod)}.txt"
-    path = f"{path_of(pod)}:{port}/proxy/metrics"
-    text = bundle.attempt_text(name, lambda: reader.text(path))
+    text = bundle.attempt_text(name, lambda: reader.text(f"{proxy}/metrics"))
     if text is not None:
         bundle.add_text(name, text)
 

@@ -137,11 +137,12 @@ def webhook_is_not_asked(facts: ClusterFacts) -> Found:
 
 def certificate_expires(facts: ClusterFacts) -> Found:
     """A certificate is past its time, or nearly, and was not renewed when a third of it was left."""
-    authorities = [one for webhook in facts.webhooks for one in webhook.authorities]
-    newest: dict[str, CertificateFacts] = {}
-    for one in (*facts.serving_certificates, *authorities):
-        newest[one.where] = max(one, newest.get(one.where, one), key=lambda each: each.not_after)
-    for where, one in sorted(newest.items()):
+    decisive: dict[str, CertificateFacts] = {}
+    for one in facts.serving_certificates:  # every replica has to be trusted, and one authority is enough
+        decisive[one.where] = min(one, decisive.get(one.where, one), key=lambda each: each.not_after)
+    for one in (each for webhook in facts.webhooks for each in webhook.authorities):
+        decisive[one.where] = max(one, decisive.get(one.where, one), key=lambda each: each.not_after)
+    for where, one in sorted(decisive.items()):
         left = one.not_after - facts.now
         if left > min(CERTIFICATE_WARNING, (one.not_after - one.not_before) / 4):
             continue

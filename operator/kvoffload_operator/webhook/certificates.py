@@ -329,6 +329,13 @@ class CertificateWatch:
         self._loaded: tuple[bytes, bytes] | None = None
         self._expires_at: datetime | None = None
 
+    @property
+    def certificate(self) -> bytes | None:
+        """What is served now, in PEM, without what whoever gave it put beside it, its key perhaps; None before that."""
+        if self._loaded is None:
+            return None
+        return x509.load_pem_x509_certificate(self._loaded[0]).public_bytes(serialization.Encoding.PEM)
+
     def has_expired(self, now: datetime) -> bool:
         """Whether what is served has come to its end: the API server then calls nobody with it."""
         return self._expires_at is not None and now >= self._expires_at

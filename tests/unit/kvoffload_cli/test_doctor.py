@@ -1,15 +1,19 @@
 """`kubectl kvoffload doctor`: one finding for each ailment, none for a healthy cluster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from fixtures.cli.cluster import (
+    CERTIFICATE,
     NOW,
     SYSTEM,
+    WEBHOOK_POD,
     Authority,
     FixtureReader,
+    Object,
     ailing,
     daemon,
     deployment,
@@ -18,7 +22,7 @@ from fixtures.cli.cluster import (
     node,
     pod,
     pool,
-    secret,
+    webhook_pod,
 )
 from fixtures.cli.cluster import webhook_configuration as configuration
 from kvoffload.api.pool import KVOffloadPoolSpec
@@ -31,7 +35,7 @@ from kvoffload_cli.output import print_json
 from kvoffload_operator.resources.daemonset import build_daemonset
 from operator_builders import daemonset_options
 
-Objects = dict[str, object]
+Objects = dict[str, Any]
 OPTIONS = daemonset_options()
 
 
@@ -85,7 +89,7 @@ def test_an_empty_cluster_is_told_to_install() -> None:
 
 
 def test_what_rbac_forbids_is_said_and_not_taken_for_a_fault(golden: Callable[[str, str], None]) -> None:
-    denied = (f"/api/v1/namespaces/{SYSTEM}/secrets/kvoffload-webhook-tls", "/api/v1/nodes")
+    denied = (CERTIFICATE, "/api/v1/nodes")
     facts = observe_cluster(FixtureReader(healthy(), denied=denied), now=NOW)
     (found,) = run_checks(facts)
     assert (found.check, found.severity) == ("something_is_not_readable", Severity.WARNING)
@@ -108,11 +112,65 @@ def test_certificate_is_reported_two_weeks_ahead_and_a_short_one_in_its_last_qua
     days: float, age_days: float, severity: Severity | None, word: str
 ) -> None:
     objects, authority = healthy(), Authority()
-    objects[f"/api/v1/namespaces/{SYSTEM}/secrets"] = [secret(authority.serving(days=days, age_days=age_days))]
+    objects[CERTIFICATE] = authority.serving(days=days, age_days=age_days)
     objects[f"{ADMISSION}/mutatingwebhookconfigurations"] = [configuration(authority.bundle)]
     found = findings_of(objects)
     assert [finding.severity for finding in found] == ([severity] if severity else [])
     assert all(word in finding.message for finding in found)
+
+
+def with_second_replica(certificate: str) -> Objects:
+    """The healthy cluster, and another replica of the webhook, which serves this."""
+    objects = healthy()
+    objects["/api/v1/pods"].append(webhook_pod("another"))
+    objects[CERTIFICATE.replace(WEBHOOK_POD, "another")] = certificate
+    return objects
+
+
+def test_one_replica_whose_certificate_is_not_trusted_is_an_error() -> None:
+    (found,) = findings_of(with_second_replica(Authority("another").serving()))
+    assert (found.check, found.severity) == ("webhook_is_not_trusted", Severity.ERROR)
+    assert f"(webhook/{SYSTEM}/kvoffload)" in found.message
+
+
+def test_of_replicas_the_certificate_that_ends_first_is_reported() -> None:
+    authority = Authority()
+    objects = with_second_replica(authority.serving(days=1))
+    objects[CERTIFICATE] = authority.serving(days=80)
+    objects[f"{ADMISSION}/mutatingwebhookconfigurations"] = [configuration(authority.bundle)]
+    (found,) = findings_of(objects)
+    assert (found.check, found.message) == ("certificate_expires", "expires 2026-11-30 18:00 UTC")
+
+
+@pytest.mark.parametrize("certificate", ["", "no certificate", Authority().pem])
+def test_what_is_no_serving_certificate_is_left_out(certificate: str) -> None:
+    assert findings_of(healthy() | {CERTIFICATE: certificate}) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pod: pod["metadata"].update(namespace="team-a"),
+        lambda pod: pod["metadata"].update(deletionTimestamp="2026-11-29T18:00:00Z"),
+        lambda pod: pod["metadata"]["labels"].update({"app.kubernetes.io/instance": "of-another"}),
+        lambda pod: pod["status"].update(phase="Pending"),
+        lambda pod: pod["status"].update(
+            containerStatuses=[{"name": "webhook", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]
+        ),
+    ],
+)
+def test_only_running_pods_of_the_release_s_webhook_are_asked(change: Callable[[Object], None]) -> None:
+    objects = healthy()
+    change(next(one for one in objects["/api/v1/pods"] if one["metadata"]["name"] == WEBHOOK_POD))
+    asked: list[str] = []
+
+    class Asked(FixtureReader):
+        def text(self, path: str, *, query: Mapping[str, str] | None = None) -> str:
+            asked.append(path)
+            return super().text(path, query=query)
+
+    observe_cluster(Asked(objects), now=NOW)
+    assert asked == []
 
 
 def test_a_webhook_that_is_not_asked_is_an_error_although_all_its_parts_are_well() -> None:

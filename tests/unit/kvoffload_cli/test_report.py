@@ -4,14 +4,25 @@ import json
 import os
 import stat
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import NOW, SYSTEM, FixtureReader, Object, daemon, healthy, pod
+from fixtures.cli.cluster import (
+    CERTIFICATE,
+    NOW,
+    SYSTEM,
+    WEBHOOK_POD,
+    FixtureReader,
+    Object,
+    daemon,
+    healthy,
+    pod,
+    webhook_pod,
+)
 from kvoffload.api import keys
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli import report
@@ -19,7 +30,7 @@ from kvoffload_cli.bundle import contents, parts, texts
 from kvoffload_cli.bundle.archive import write_zip, writing_whole
 from kvoffload_cli.bundle.contents import gather
 from kvoffload_cli.kube import ClusterUnavailable
-from kvoffload_cli.observe import PODS, PROBE_PATH
+from kvoffload_cli.observe import PODS, PROBE_PATH, observe_cluster
 from kvoffload_operator.events import CONTROLLER
 
 MARKER = "hf_abcdefghijklmnop"
@@ -94,7 +105,8 @@ def event(name: str, kind: str, of: str, namespace: str = SYSTEM) -> Object:
 def objects() -> dict[str, Any]:
     """The healthy cluster, with logs, metrics, events, and MARKER wherever others could have put one."""
     found = healthy()
-    found[PODS] = [daemon_pod("gpu-1", restarts=1), daemon_pod("gpu-2"), operator_pod(), engine_pod(), pod("vllm-b")]
+    ours = [daemon_pod("gpu-1", restarts=1), daemon_pod("gpu-2"), operator_pod(), webhook_pod()]
+    found[PODS] = [*ours, engine_pod(), pod("vllm-b")]
     found[f"/api/v1/namespaces/{SYSTEM}/events"] = [
         event("a", "Pod", DAEMON_POD),
         event("bb", "ReplicaSet", "kvoffload-operator-5d4f"),
@@ -115,6 +127,7 @@ def objects() -> dict[str, Any]:
         "the end\npod long-ago/vllm-zz attached (tenant namespace/long-ago)\n"
     )
     found[f"{POD}/{OPERATOR_POD}:9422/proxy/metrics"] = "kvoffload_operator_up 1\n"
+    found[f"{POD}/{WEBHOOK_POD}:9422/proxy/metrics"] = "kvoffload_operator_up 1\n"
     found[f"{POD}/{OPERATOR_POD}/log?container=operator"] = "leader\n"
     return found
 
@@ -154,14 +167,20 @@ def test_nothing_of_others_is_in_it() -> None:
     assert [name for name, text in texts_of(gather(reader, now=NOW)).items() if MARKER in text] == []
 
 
-def test_no_secret_is_read() -> None:
+@pytest.mark.parametrize("read", [gather, observe_cluster])
+def test_no_secret_is_read(read: Callable[..., object]) -> None:
     class Watched(FixtureReader):
         def _check(self, path: str) -> None:
             assert "secrets" not in path
             super()._check(path)
 
-    bundle = gather(Watched(objects()), now=NOW)
-    assert "a report reads no Secret" in bundle.entries["doctor.json"]["notChecked"][-1]
+        def text(self, path: str, *, query: Mapping[str, str] | None = None) -> str:
+            served.append(path)
+            return super().text(path, query=query)
+
+    served: list[str] = []
+    read(Watched(objects()), now=NOW)
+    assert CERTIFICATE in served, "and yet the certificate is judged"
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_there() -> None:
@@ -216,7 +235,7 @@ def test_logs_are_left_out_where_that_is_asked() -> None:
 
 def test_bounds_hold_and_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MAX_OBJECTS", 1)
-    monkeypatch.setattr(texts, "MAX_PODS", 2)
+    monkeypatch.setattr(texts, "MAX_PODS", 3)
     monkeypatch.setattr(parts, "MAX_TEXT_BYTES", 40)
     bundle = gather(FixtureReader(objects()), now=NOW)
     assert len(bundle.entries["pods.json"]) == 1

@@ -218,6 +218,17 @@ async def test_what_is_served_is_watched_whoever_made_it(tmp_path: Path) -> None
     assert watch.has_expired(START + LIFETIME)
 
 
+@pytest.mark.parametrize("order", [("tls.crt", "ca.crt", "tls.key"), ("tls.key", "tls.crt", "ca.crt")])
+async def test_what_is_told_to_everybody_is_the_certificate_alone(tmp_path: Path, order: tuple[str, ...]) -> None:
+    pair = make_certificate(NAMES, now=START, lifetime=LIFETIME)
+    (tmp_path / "tls.crt").write_bytes(b"".join(pair[part] for part in order))  # as who keeps all in one file gives it
+    (tmp_path / "tls.key").write_bytes(pair["tls.key"])
+    watch = CertificateWatch(FolderSource(tmp_path))
+    assert watch.certificate is None
+    await watch.wait()
+    assert watch.certificate == pair["tls.crt"]
+
+
 def der(pair: dict[str, bytes]) -> bytes:
     return ssl.PEM_cert_to_DER_cert(pair["tls.crt"].decode())
 
