@@ -140,10 +140,7 @@ class TenantJournal:
                 continue
             state, key_bytes, account, namespace, number, padded, checksum = _RECORD.unpack(raw)
             key = padded[:key_bytes]
-            if checksum not in (
-                _checksum(state, namespace, account, number, key),
-                _checksum_before(state, namespace, account, number, key),
-            ):
+            if checksum != _checksum(state, namespace, account, number, key):
                 yield SlotRecord(offset, SlotState.ORPHANED, 0, 0, 0, b"")
             else:
                 yield SlotRecord(offset, SlotState(state), namespace, account, number, key)
@@ -172,14 +169,6 @@ class TenantJournal:
 def _checksum(state: int, namespace: int, account: int, number: int, key: bytes) -> int:
     """Over all fields, every bit of them: the upper half of `namespace` and `number` is the epoch."""
     return zlib.crc32(key, zlib.crc32(_NUMBERS.pack(namespace, number), account << 8 | state))
-
-
-def _checksum_before(state: int, namespace: int, account: int, number: int, key: bytes) -> int:
-    """As a daemon of before wrote it, without the epochs: what it stored is still served after its update.
-
-    A record of ours that is torn meets this one no more often than any other number.
-    """
-    return zlib.crc32(key, (namespace * 1_000_003 + account * 8_191 + number * 131 + state) & 0xFFFFFFFF)
 
 
 _ZEROS = bytes(RECORD_BYTES)

@@ -1,12 +1,11 @@
 """The slot journal: what was written is read back, and what was torn is not believed."""
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvoffload_node.index.journal import _EXTENT, _RECORD, RECORD_BYTES, UNCUT, SlotState, TenantJournal
+from kvoffload_node.index.journal import _EXTENT, RECORD_BYTES, UNCUT, SlotState, TenantJournal
 
 EXTENT_BYTES = 65536
 SLOT_BYTES = 8192
@@ -90,16 +89,3 @@ def test_a_record_whose_epoch_alone_is_another_is_not_believed(journal: TenantJo
     content[field] = (number ^ 3 << 32).to_bytes(8, "little")
     journal.path.write_bytes(content)
     assert next(journal.read_slots(0, SLOT_BYTES)).state is SlotState.ORPHANED
-
-
-def test_records_of_a_daemon_of_before_are_served(journal: TenantJournal) -> None:
-    """An update leaves the cache warm."""
-    journal.extent(0, SLOT_BYTES)
-    namespace, account, storer, key = 5 << 32 | 3, 2, 5 << 32 | 9, b"key" * 10
-    checksum = zlib.crc32(key, (namespace * 1_000_003 + account * 8_191 + storer * 131 + SlotState.READY) & 0xFFFFFFFF)
-    content = bytearray(journal.path.read_bytes())
-    _RECORD.pack_into(content, _EXTENT.size, SlotState.READY, len(key), account, namespace, storer, key, checksum)
-    journal.path.write_bytes(content)
-    record = next(journal.read_slots(0, SLOT_BYTES))
-    assert (record.state, record.namespace, record.number) == (SlotState.READY, namespace, storer)
-    assert (record.account, record.key) == (account, key)
