@@ -50,7 +50,7 @@ from kvoffload_engine.slots import SlotRow
 
 REPORT_SECONDS = 1.0
 REGION_SHARE = 8
-"""At most one slot in so many of the region is held unused by one engine."""
+"""At most one slot in so many of the region is held unused by one engine, and always one."""
 SAID_REASONS = {
     Shortage.QUOTA_LIMIT.value: "the Kubernetes namespace is at its limit in the pool's quotas, and all that it "
     "stored is in use; raise the limit",
@@ -228,8 +228,9 @@ class DaemonLink:
         session = self.serving
         if session is None or self.row is None or self._reserving:
             return
-        target = min(self._slots_wanted, session.welcome.region_bytes // self.row.slot_bytes // REGION_SHARE)
-        missing = max(1, target) - len(self._slots)
+        share = session.welcome.region_bytes // self.row.slot_bytes // REGION_SHARE
+        target = min(self._slots_wanted, max(1, share))
+        missing = target - len(self._slots)
         if 2 * missing >= target:
             self._reserving = self._number(None)
             self._send(session, Reserve(self._reserving, missing))

@@ -233,3 +233,15 @@ def test_a_look_up_asks_for_as_many_keys_as_a_message_takes_and_a_reserve_for_no
     assert isinstance(lookup, Lookup)
     assert isinstance(reserve, Reserve)
     assert (len(lookup.keys), reserve.count) == (64 * MAX_KEYS, MAX_KEYS)
+
+
+def test_a_region_of_fewer_than_eight_slots_is_asked_for_one_and_then_not_for_none(engine: SimpleNamespace) -> None:
+    """A second Reserve would be of no slot, which the protocol does not allow: the daemon would end the session."""
+    link, session = make_link(engine)
+    link.row = engine.slots.SlotRow(WELCOME.region_bytes // 3, (0,), (1,), (0,))
+    link.reserve()
+    (reserve,) = session.sent
+    session.receive = lambda _: [Reserved(reserve.request, 2, packed(1))]
+    link.poll()
+    link.reserve()
+    assert [(message.request, message.count) for message in session.sent] == [(reserve.request, 1)]
