@@ -1,24 +1,22 @@
 """The scheduler's link to the node daemon: what is asked, and what is owed.
 
 Runs in vLLM's engine core, in the scheduler's thread (but for `_connected`, which runs in the connector's); used by
-`kvoffload_engine.manager` alone. It knows sessions, slots and leases, but neither requests nor vLLM.
+`kvoffload_engine.manager` alone. It knows sessions and leases, but neither requests nor vLLM.
 
     session   None -> open -> EngineReady (a row) -> bound (a namespace of keys). An ended session takes its answers and
               unused slots with it; what workers may still read or write is re-asserted to the next one.
-    slots     asked for ahead of need (`Reserve`), so that a store finds them here
+    slots     asked for ahead of need, so that a store finds them here (`kvoffload_engine.credits`)
     waiting   as long as the step's budget lasts (`kvoffload_engine.budget`)
 """
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffload.errors import DaemonUnavailable, ProtocolError, Shortage
+from kvoffload.errors import DaemonUnavailable, ProtocolError
 from kvoffload.protocol.client import Connector, Session
 from kvoffload.protocol.messages import (
     MAX_KEYS,
@@ -45,20 +43,12 @@ from kvoffload.protocol.messages import (
     split_offsets,
 )
 from kvoffload_engine.budget import StepBudget
+from kvoffload_engine.credits import Credits
 from kvoffload_engine.log import logger
+from kvoffload_engine.offsets import pack, unpack
 from kvoffload_engine.slots import SlotRow
 
 REPORT_SECONDS = 1.0
-REGION_SHARE = 8
-"""At most one slot in so many of the region is held unused by one engine, and always one."""
-SAID_REASONS = {
-    Shortage.QUOTA_LIMIT.value: "the Kubernetes namespace is at its limit in the pool's quotas, and all that it "
-    "stored is in use; raise the limit",
-    Shortage.STATE_FULL.value: "the node daemon's state folder does not take the records of more slots; the "
-    "region's condition Degraded says why",
-}
-"""Why fewer slots come than were asked for, where a person can do something about it; said once a session. The daemon
-counts all reasons (`kvoffload_short_reservations_total`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,18 +79,6 @@ Holdings = Callable[[], tuple[list[Held], list[Held]]]
 """Leased slots of loads under way, and slots of stores under way; called from the connector's thread."""
 
 
-def pack(offsets: Iterable[int]) -> bytes:
-    """Offsets as they stand in messages."""
-    return np.fromiter(offsets, dtype="<i8").tobytes()
-
-
-def unpack(packed: bytes) -> npt.NDArray[np.int64]:
-    """Offsets of a message. Raises ProtocolError."""
-    if len(packed) % OFFSET_BYTES:
-        raise ProtocolError(f"the daemon sent {len(packed)} bytes of offsets, no multiple of {OFFSET_BYTES}")
-    return np.frombuffer(packed, dtype="<i8")
-
-
 class DaemonLink:
     """See the module's docstring."""
 
@@ -108,17 +86,13 @@ class DaemonLink:
         self._holdings = holdings
         self._connector: Connector | None = None
         self._none_hash: Callable[[], bytes] = bytes
-        self._slots_wanted = 512
         self._num_ranks = 0
         # of the session
         self.session: Session | None = None
         self.row: SlotRow | None = None
         self.is_draining = False
         self._is_bound = False
-        self._slots: deque[int] = deque()
-        self._reserving = 0
-        """Number of the Reserve that has no answer yet, 0 if there is none."""
-        self._said_short: set[str] = set()
+        self._credits = Credits()
         self._owed: dict[int, Answer | None] = {}
         self._next_number = 1
         self._unpins: list[bytes] = []
@@ -138,7 +112,7 @@ class DaemonLink:
         """Begin to talk with the daemon, in the background."""
         self._none_hash = none_hash
         self._num_ranks = make_hello().world_size
-        self._slots_wanted = min(MAX_KEYS, 2 * max(1, chunks_per_step))
+        self._credits.want_for(chunks_per_step)
         self._connector = Connector(
             socket_path,
             make_hello=make_hello,
@@ -204,11 +178,11 @@ class DaemonLink:
 
     def wait_for_slots(self, count: int) -> bool:
         """Whether all that come are here: False while a Reserve is unanswered and fewer than `count` are here."""
-        if len(self._slots) >= count or self.serving is None:
+        if len(self._credits) >= count or self.serving is None:
             return True
         self.reserve()
-        self._wait_until(lambda: len(self._slots) >= count or not self._reserving)
-        return len(self._slots) >= count or not self._reserving
+        self._wait_until(lambda: len(self._credits) >= count or not self._credits.is_awaited)
+        return len(self._credits) >= count or not self._credits.is_awaited
 
     def assign(self, keys: Sequence[bytes], namespace: int) -> tuple[bytes, int]:
         """Give slots to as many of these keys as there are slots, the first ones first: packed offsets, and the
@@ -216,24 +190,23 @@ class DaemonLink:
         session = self.serving
         if session is None or not self._is_bound:
             return b"", 0
-        count = min(len(keys), len(self._slots))
-        packed = pack(self._slots.popleft() for _ in range(count))
-        if count:
-            self._send(session, Assign(session.welcome.epoch, packed, b"".join(keys[:count]), namespace))
+        packed = self._credits.spend(len(keys))
+        if packed:
+            chosen = keys[: len(packed) // OFFSET_BYTES]
+            self._send(session, Assign(session.welcome.epoch, packed, b"".join(chosen), namespace))
         self.reserve()
         return packed, session.welcome.epoch
 
     def reserve(self) -> None:
         """Ask for slots ahead of need, when less than half of them are left."""
         session = self.serving
-        if session is None or self.row is None or self._reserving:
+        if session is None or self.row is None:
             return
-        share = session.welcome.region_bytes // self.row.slot_bytes // REGION_SHARE
-        target = min(self._slots_wanted, max(1, share))
-        missing = target - len(self._slots)
-        if 2 * missing >= target:
-            self._reserving = self._number(None)
-            self._send(session, Reserve(self._reserving, missing))
+        missing = self._credits.missing(session.welcome.region_bytes // self.row.slot_bytes)
+        if missing:
+            number = self._number(None)
+            self._credits.asked(number)
+            self._send(session, Reserve(number, missing))
 
     def drop(self, held: Held) -> None:
         """The bytes of these leased slots are wrong: nobody may hit them again."""
@@ -246,10 +219,9 @@ class DaemonLink:
         session = self.poll()
         if session is None:
             return
-        if self._slots:
-            self._send(session, Fail(session.welcome.epoch, pack(self._slots)))
-            self._slots.clear()
-        self._reserving = 0
+        unused = self._credits.give_back()
+        if unused:
+            self._send(session, Fail(session.welcome.epoch, unused))
         self._send(session, Generation(private=self.is_private))
         self.reserve()
 
@@ -283,9 +255,7 @@ class DaemonLink:
         self.session = session
         self.row = None
         self.is_draining = self._is_bound = False
-        self._slots.clear()
-        self._said_short.clear()
-        self._reserving = 0
+        self._credits.begin_session()
         for answer in self._owed.values():
             if answer is not None:
                 answer.is_complete = True  # with no hit
@@ -300,11 +270,7 @@ class DaemonLink:
             self._take_found(message)
         elif isinstance(message, Reserved):
             self._owed.pop(message.request, None)
-            self._say_short(message.reason)
-            if message.request == self._reserving:
-                self._reserving = 0
-                self._slots.extend(unpack(message.offsets).tolist())
-            elif message.offsets:  # of before a reset
+            if not self._credits.take_answer(message) and message.offsets:  # of before a reset
                 self._send(session, Fail(message.epoch, message.offsets))
         elif isinstance(message, EngineReady):
             self._take_ready(message)
@@ -319,11 +285,6 @@ class DaemonLink:
         elif isinstance(message, Refused):
             self.row = None
             logger.warning("kvoffload scheduler: the node daemon refused: %s: %s", message.reason, message.message)
-
-    def _say_short(self, reason: str) -> None:
-        if reason in SAID_REASONS and reason not in self._said_short:
-            self._said_short.add(reason)
-            logger.warning("kvoffload scheduler: not everything is stored: %s: %s", reason, SAID_REASONS[reason])
 
     def _take_ready(self, message: EngineReady) -> None:
         row = SlotRow(message.slot_bytes, message.part_offsets, message.sharers, message.sharer_index)

@@ -204,12 +204,12 @@ def unpin(link: Any, engine: SimpleNamespace) -> None:
 
 
 def assign(link: Any, _: SimpleNamespace) -> None:
-    link._slots.extend(range(MAX_KEYS))
+    link._credits._slots.extend(range(MAX_KEYS))
     link.assign([bytes(64)] * MANY, 0)
 
 
 def begin_generation(link: Any, _: SimpleNamespace) -> None:
-    link._slots.extend(range(MAX_KEYS))
+    link._credits._slots.extend(range(MAX_KEYS))
     link.begin_generation()
 
 
@@ -226,7 +226,7 @@ def test_offsets_are_sent_within_the_bounds(engine: SimpleNamespace, act: Any, k
 
 def test_a_look_up_asks_for_as_many_keys_as_a_message_takes_and_a_reserve_for_no_more(engine: SimpleNamespace) -> None:
     link, session = make_link(engine)
-    link._slots_wanted = MAX_KEYS
+    link._credits.wanted = MAX_KEYS
     link.look_up([bytes(64)] * MANY, 0)
     link.reserve()
     lookup, reserve = session.sent
