@@ -1,15 +1,15 @@
 """The scheduler's link to the node daemon: what is asked, and what is owed.
 
-Runs in vLLM's engine core, in the scheduler's thread (but for `_connected`, which runs in the connector's); used by
-`kvoffload_engine.manager` alone. It knows sessions and leases, but neither requests nor vLLM.
+Runs in vLLM's engine core, in the scheduler's thread; used by `kvoffload_engine.manager` alone. It knows sessions and
+leases, but neither requests nor vLLM.
 
     session   None -> open -> EngineReady (a row) -> bound (a namespace of keys). An ended session takes its answers and
-              unused slots with it; what workers may still read or write is re-asserted to the next one.
+              unused slots with it; what workers may still read or write is told to the next one, in the connector's
+              thread (`kvoffload_engine.reassertion`)
     slots     asked for ahead of need, so that a store finds them here (`kvoffload_engine.credits`)
     waiting   as long as the step's budget lasts (`kvoffload_engine.budget`)
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,13 +39,13 @@ from kvoffload.protocol.messages import (
     Reserve,
     Reserved,
     Unpin,
-    build_reassertion,
     split_offsets,
 )
 from kvoffload_engine.budget import StepBudget
 from kvoffload_engine.credits import Credits
 from kvoffload_engine.log import logger
 from kvoffload_engine.offsets import pack, unpack
+from kvoffload_engine.reassertion import Held, Holdings, Reassertion
 from kvoffload_engine.slots import SlotRow
 
 REPORT_SECONDS = 1.0
@@ -65,25 +65,10 @@ class Answer:
     """Leased slots of the hits that were neither taken nor given back."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What workers may be touching: packed offsets and the epoch in which they were given out."""
-
-    offsets: bytes
-    epoch: int
-    session: Session | None = None
-    """The one that leased them; None where they are written."""
-
-
-Holdings = Callable[[], tuple[list[Held], list[Held]]]
-"""Leased slots of loads under way, and slots of stores under way; called from the connector's thread."""
-
-
 class DaemonLink:
     """See the module's docstring."""
 
     def __init__(self, *, step_seconds: float, holdings: Holdings) -> None:
-        self._holdings = holdings
         self._connector: Connector | None = None
         self._none_hash: Callable[[], bytes] = bytes
         self._num_ranks = 0
@@ -100,11 +85,7 @@ class DaemonLink:
         self.is_private = False
         self._budget = StepBudget(step_seconds)
         self._next_report = 0.0
-        # of the connector's thread
-        self._reasserted: frozenset[Held] = frozenset()
-        """Loads that the newest session leases because they were under way when it began."""
-        self._lock_descriptor = -1
-        self._last_session: Session | None = None
+        self._reassertion = Reassertion(holdings)
 
     def connect(
         self, socket_path: str, *, make_hello: Callable[[], Hello], none_hash: Callable[[], bytes], chunks_per_step: int
@@ -116,7 +97,7 @@ class DaemonLink:
         self._connector = Connector(
             socket_path,
             make_hello=make_hello,
-            on_connected=self._connected,
+            on_connected=self._reassertion.begin,
             on_event=lambda line: logger.info("kvoffload scheduler: %s", line),
         )
         self._connector.start()
@@ -126,9 +107,7 @@ class DaemonLink:
         self._report(force=True)
         if self._connector is not None:
             self._connector.close()
-        if self._lock_descriptor >= 0:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = -1
+        self._reassertion.close()
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -260,9 +239,7 @@ class DaemonLink:
             if answer is not None:
                 answer.is_complete = True  # with no hit
         self._owed.clear()
-        # Loads that were re-asserted and ended before this thread saw the session: nobody else gives them back.
-        under_way, _ = self._holdings()
-        self._unpins = [] if session is None else [held.offsets for held in self._reasserted.difference(under_way)]
+        self._unpins = [] if session is None else [held.offsets for held in self._reassertion.ended_meanwhile()]
         self._budget.close_circuit()
 
     def _take(self, session: Session, message: FromDaemon) -> None:
@@ -318,9 +295,7 @@ class DaemonLink:
         self._budget.wait_until(is_done, lambda seconds: self.poll(seconds) is not None)
 
     def _is_leased(self, held: Held) -> bool:
-        """Whether the present session leases it: it gave it out itself, or was told of it when it began. Neither is so
-        for a load that was prepared while the connector was at it."""
-        return self.session is not None and (held.session is self.session or held in self._reasserted)
+        return self.session is not None and self._reassertion.is_leased_by(self.session, held)
 
     def _circuit_is_open(self) -> bool:
         return self._budget.circuit_is_open(is_owed=bool(self._owed))
@@ -338,30 +313,6 @@ class DaemonLink:
         except DaemonUnavailable:
             return False  # the next poll sees the session closed
         return True
-
-    def _connected(self, session: Session) -> None:
-        """In the connector's thread, before anybody sees the new session: what workers may still read or write."""
-        (lock,) = session.take_descriptors()
-        try:
-            self._reassert(session)
-        except BaseException:
-            os.close(lock)  # this session comes to nothing; the last one's lock still says that we are alive
-            raise
-        old_lock, self._lock_descriptor = self._lock_descriptor, lock
-        self._last_session = session
-        if old_lock >= 0:
-            os.close(old_lock)
-
-    def _reassert(self, session: Session) -> None:
-        last = self._last_session
-        if last is not None:
-            holdings, writes = self._holdings()
-            # What was prepared when the last session had ended is leased by neither, and no worker does it.
-            reads = [held for held in holdings if held.session is last or held in self._reasserted]
-            self._reasserted = frozenset(reads)
-            oldest = min([last.welcome.epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
-            packed = (b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
-            session.send(*build_reassertion(oldest, *packed))
 
     def _report(self, *, force: bool = False) -> None:
         now = time.monotonic()

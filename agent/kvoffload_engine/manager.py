@@ -31,9 +31,10 @@ from vllm.v1.kv_offload.base import (
 from kvoffload.layout.rows import MAX_RANKS
 from kvoffload.protocol.messages import Hello
 from kvoffload_engine.budget import DEFAULT_STEP_SECONDS
-from kvoffload_engine.link import Answer, DaemonLink, Held
+from kvoffload_engine.link import Answer, DaemonLink
 from kvoffload_engine.log import logger
 from kvoffload_engine.offsets import pack
+from kvoffload_engine.reassertion import Held
 from kvoffload_engine.slots import RegionSlots, SlotRow
 
 MAX_RETRIES = 2

@@ -40,6 +40,7 @@ from kvoffload.protocol.messages import (
     Seal,
     build_reassertion,
 )
+from kvoffload_engine.attachment import AttachmentLock
 from kvoffload_engine.log import logger
 from kvoffload_engine.mapping import RegionMapping
 from kvoffload_engine.slots import RegionSlots
@@ -121,7 +122,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._checksums = checksums
         self._mapping: RegionMapping | None = None
         self._old_mappings: list[RegionMapping] = []
-        self._lock_descriptor = -1
+        self._lock = AttachmentLock()
         self._jobs: dict[int, Job] = {}
         self._failed: deque[tuple[int, bool]] = deque()
         self._done: deque[TransferResult] = deque()
@@ -190,8 +191,7 @@ class KVOffloadWorker(OffloadingWorker):
         for mapping in [*self._old_mappings, *([self._mapping] if self._mapping else [])]:
             mapping.close()
         self._old_mappings, self._mapping = [], None
-        _close(self._lock_descriptor)
-        self._lock_descriptor = -1
+        self._lock.close()
 
     def take_failed_loads(self) -> dict[int, bool]:
         """Loads that failed since the last call: job id -> whether the bytes were wrong (and not only
@@ -287,16 +287,12 @@ class KVOffloadWorker(OffloadingWorker):
 
     def _connected(self, session: Session) -> None:
         region, lock = session.take_descriptors()
-        try:
-            old = self._map(region, session)
+        with self._lock.succeeded_by(lock):
+            try:
+                old = self._map(region, session)
+            finally:
+                os.close(region)
             self._reassert(session, old)
-        except BaseException:
-            _close(lock)  # this session comes to nothing; the last one's lock still says that we are alive
-            raise
-        finally:
-            _close(region)
-        self._lock_descriptor, old_lock = lock, self._lock_descriptor
-        _close(old_lock)
         self._draining = False
 
     def _map(self, region: int, session: Session) -> RegionMapping | None:
@@ -391,8 +387,3 @@ class KVOffloadWorker(OffloadingWorker):
             session.send(Report(*counts, note=note))
         except DaemonUnavailable as error:
             logger.debug("kvoffload rank %d: a report was not sent: %s", self._rank, error)
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)

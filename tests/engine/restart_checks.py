@@ -209,7 +209,8 @@ def reconnect(engine: ToyEngine, meanwhile: Callable[[], object]) -> None:
     """End the scheduler's session, and do this when its connector has seen what is under way and the scheduler has not
     yet seen the new session."""
     link = engine.manager.link
-    holdings, ended = link._holdings, link.session
+    reassertion = link._reassertion
+    holdings, ended = reassertion._holdings, link.session
     seen, done = threading.Event(), threading.Event()
 
     def see_and_wait() -> object:
@@ -219,7 +220,7 @@ def reconnect(engine: ToyEngine, meanwhile: Callable[[], object]) -> None:
             assert done.wait(10)
         return found
 
-    link._holdings = see_and_wait
+    reassertion._holdings = see_and_wait
     ended.close("ended by the check")
     assert seen.wait(10)
     meanwhile()

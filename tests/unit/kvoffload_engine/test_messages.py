@@ -30,6 +30,7 @@ from kvoffload.protocol.messages import (
     Unpin,
     Welcome,
 )
+from kvoffload_engine.reassertion import Held
 
 MANY = 20_000
 WELCOME = Welcome(protocol=PROTOCOL_VERSION, epoch=2, region_bytes=1 << 40, extent_bytes=1 << 26)
@@ -81,12 +82,13 @@ def packed(count: int) -> bytes:
 
 def make_link(engine: SimpleNamespace, num_reads: int = 0, num_writes: int = 0) -> tuple[Any, Recorder]:
     """A link whose engine became ready, and that holds so much since epoch 1."""
-    held, last = engine.link.Held, Recorder()
-    reads, writes = [held(packed(num_reads), 1, last)], [held(packed(1), 1)] * num_writes
+    last = Recorder()
+    reads, writes = [Held(packed(num_reads), 1, last)], [Held(packed(1), 1)] * num_writes
     link, session = engine.link.DaemonLink(step_seconds=0.0, holdings=lambda: (reads, writes)), Recorder()
     link._connector = SimpleNamespace(current=lambda: session)
     link.poll()
-    link.row, link._is_bound, link._last_session = engine.slots.SlotRow(4096, (0,), (1,), (0,)), True, last
+    link.row, link._is_bound = engine.slots.SlotRow(4096, (0,), (1,), (0,)), True
+    link._reassertion._last_session = last
     return link, session
 
 
@@ -107,8 +109,8 @@ def test_a_scheduler_says_to_a_restarted_daemon_all_that_it_holds(
     engine: SimpleNamespace, num_reads: int, num_writes: int
 ) -> None:
     link, session = make_link(engine, num_reads, num_writes)
-    link._connected(session)
-    os.close(link._lock_descriptor)
+    link._reassertion.begin(session)
+    os.close(link._reassertion._lock.descriptor)
     assert {type(message) for message in session.sent} == {Reassert}
     assert (offsets_of(session.sent, "pins"), offsets_of(session.sent, "writes")) == (num_reads, num_writes)
     assert [message.more for message in session.sent] == [True] * (len(session.sent) - 1) + [False]
@@ -123,7 +125,7 @@ def test_a_worker_says_to_a_restarted_daemon_all_that_it_copies(engine: SimpleNa
     session = Recorder()
     session.num_descriptors = 2
     worker._connected(session)
-    os.close(worker._lock_descriptor)
+    os.close(worker._lock.descriptor)
     *parts, last = session.sent
     assert last == Mapped()
     assert (offsets_of(parts, "pins"), offsets_of(parts, "writes")) == (count, count)
@@ -145,12 +147,12 @@ def test_a_scheduler_whose_session_ends_at_once_keeps_the_lock_of_the_last_one_a
     engine: SimpleNamespace,
 ) -> None:
     link, session = make_link(engine, 1, 1)
-    link._connected(session)
-    lock, before = link._lock_descriptor, open_descriptors()
+    link._reassertion.begin(session)
+    lock, before = link._reassertion._lock.descriptor, open_descriptors()
     for _ in range(3):
         with pytest.raises(DaemonUnavailable):
-            link._connected(Broken())
-    assert (link._lock_descriptor, link._last_session) == (lock, session)
+            link._reassertion.begin(Broken())
+    assert (link._reassertion._lock.descriptor, link._reassertion._last_session) == (lock, session)
     assert open_descriptors() == before
     os.close(lock)
 
@@ -161,13 +163,13 @@ def test_a_worker_whose_session_ends_at_once_keeps_the_lock_of_the_last_one_and_
     worker, session = make_worker(engine), Recorder()
     session.num_descriptors = 2
     worker._connected(session)
-    lock, before = worker._lock_descriptor, open_descriptors()
+    lock, before = worker._lock.descriptor, open_descriptors()
     for _ in range(3):
         broken = Broken()
         broken.num_descriptors = 2
         with pytest.raises(DaemonUnavailable):
             worker._connected(broken)
-    assert worker._lock_descriptor == lock
+    assert worker._lock.descriptor == lock
     assert open_descriptors() == before
     os.close(lock)
 
@@ -198,8 +200,8 @@ def test_a_scheduler_says_once_why_not_everything_is_stored(
     assert "StateFull: the node daemon's state folder does not take the records of more slots" in record.getMessage()
 
 
-def unpin(link: Any, engine: SimpleNamespace) -> None:
-    link.unpin(engine.link.Held(packed(MANY), 1, link.session))
+def unpin(link: Any, _: SimpleNamespace) -> None:
+    link.unpin(Held(packed(MANY), 1, link.session))
     link.flush()
 
 

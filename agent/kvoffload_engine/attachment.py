@@ -1,0 +1,40 @@
+"""The lock by which the node daemon knows that this process lives, from one session to the next.
+
+Runs in vLLM's engine core and workers, in the thread of the session's connector; used by
+`kvoffload_engine.reassertion` (scheduler) and `kvoffload_engine.worker`. Each `Welcome` brings a locked descriptor, and
+the kernel lets go of the lock with the process; a session that comes to nothing must not cost the lock of the last one.
+
+    Welcome ──> reassert ──> the new lock is kept, the old one closed
+                   │ raises
+                   └───────> the new lock is closed, the old one kept: it still says that we are alive
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AttachmentLock:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        """-1 before the first session and after `close`."""
+
+    @contextmanager
+    def succeeded_by(self, descriptor: int) -> Iterator[None]:
+        """Keep this lock in the place of the one before, once what is done inside has not raised."""
+        try:
+            yield
+        except BaseException:
+            os.close(descriptor)
+            raise
+        old, self.descriptor = self.descriptor, descriptor
+        if old >= 0:
+            os.close(old)
+
+    def close(self) -> None:
+        """This process touches the region no more."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
