@@ -3,7 +3,8 @@
 Runs in vLLM's engine core, in the scheduler's thread; used by `kvoffload_engine.manager` alone. It knows sessions and
 leases, but neither requests nor vLLM.
 
-    session   None -> open -> EngineReady (a row) -> bound (a namespace of keys). An ended session takes its answers and
+    session   None -> open -> EngineReady (a row) -> bound (a namespace of keys). EngineLost, and a paused pool's Drain,
+              last until EngineReady comes again, maybe with another row. An ended session takes its answers and
               unused slots with it; what workers may still read or write is told to the next one, in the connector's
               thread (`kvoffload_engine.reassertion`)
     slots     asked for ahead of need, so that a store finds them here (`kvoffload_engine.credits`)
@@ -57,6 +58,8 @@ class Answer:
 
     keys: Sequence[bytes]
     session: Session
+    row: SlotRow | None
+    """That of the slots it leases; the engine's may be another one by now."""
     is_complete: bool = False
     is_abandoned: bool = False
     """Nobody waits for it any more: its leases go back when it comes."""
@@ -126,7 +129,7 @@ class DaemonLink:
         if not self._is_bound:
             self._is_bound = True  # a refusal comes as Refused and takes the row away
             self._send(session, Bind(self._none_hash(), len(keys[0]), self.is_private))
-        answer = Answer(keys[:MAX_KEYS], session)
+        answer = Answer(keys[:MAX_KEYS], session, self.row)
         if not self._send(session, Lookup(self._number(answer), b"".join(answer.keys), namespace)):
             return None
         self.wait_for(answer)
@@ -198,11 +201,14 @@ class DaemonLink:
         session = self.poll()
         if session is None:
             return
+        self._give_back_slots(session)
+        self._send(session, Generation(private=self.is_private))
+        self.reserve()
+
+    def _give_back_slots(self, session: Session) -> None:
         unused = self._credits.give_back()
         if unused:
             self._send(session, Fail(session.welcome.epoch, unused))
-        self._send(session, Generation(private=self.is_private))
-        self.reserve()
 
     def end_step(self) -> None:
         """The scheduler's step is over: the next one may wait again."""
@@ -250,7 +256,7 @@ class DaemonLink:
             if not self._credits.take_answer(message) and message.offsets:  # of before a reset
                 self._send(session, Fail(message.epoch, message.offsets))
         elif isinstance(message, EngineReady):
-            self._take_ready(message)
+            self._take_ready(session, message)
         elif isinstance(message, EngineLost):
             self.row = None
             logger.info("kvoffload scheduler: offload pauses: %s", message.message)
@@ -263,11 +269,13 @@ class DaemonLink:
             self.row = None
             logger.warning("kvoffload scheduler: the node daemon refused: %s: %s", message.reason, message.message)
 
-    def _take_ready(self, message: EngineReady) -> None:
+    def _take_ready(self, session: Session, message: EngineReady) -> None:
         row = SlotRow(message.slot_bytes, message.part_offsets, message.sharers, message.sharer_index)
         if not len(row.part_offsets) == len(row.sharers) == len(row.sharer_index) == self._num_ranks:
             raise ProtocolError(f"the daemon sent a row of {len(row.part_offsets)} parts to {self._num_ranks} ranks")
         self.row, self._is_bound = row, False
+        self.is_draining = False  # a paused pool is active again
+        self._give_back_slots(session)  # they have the length of the row before
         self.reserve()
         logger.info(
             "kvoffload scheduler: offload is on: %s, %d bytes a slot%s",

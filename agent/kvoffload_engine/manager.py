@@ -193,12 +193,13 @@ class KVOffloadManager(OffloadingManager):
         offsets = [leased.pop(key, -1) for key in keys]
         epoch = answer.session.welcome.epoch if answer is not None else 0
         session = answer.session if answer is not None else None
+        row = answer.row if answer is not None else None
         held = Held(pack(offset for offset in offsets if offset >= 0), epoch, session)
         # In this order: a restarting daemon is told of all loads that are here when we connect to it.
         self._loads[req_context.req_id] = Load(tuple(keys), request.namespace, held)
         if answer is None or not answer.session.is_open or -1 in offsets:
             epoch = 0
-        return RegionSlots(epoch, pack(offsets), self.link.row or NO_ROW, self.pageable)
+        return RegionSlots(epoch, pack(offsets), row or NO_ROW, self.pageable)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserved slots for the keys that the region does not have yet; as many as there are, the first ones first.

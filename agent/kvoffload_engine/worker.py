@@ -352,6 +352,7 @@ class KVOffloadWorker(OffloadingWorker):
             elif isinstance(message, EngineLost):
                 logger.info("kvoffload rank %d: offload pauses: %s", self._rank, message.message)
             elif isinstance(message, EngineReady):
+                self._draining = False  # a paused pool is active again
                 self._log_row(message)
 
     def _revoke(self, session: Session, message: Revoke) -> None:

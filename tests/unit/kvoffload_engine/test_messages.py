@@ -18,7 +18,12 @@ from kvoffload.protocol.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
     Assign,
+    Drain,
+    EngineLost,
+    EngineReady,
     Fail,
+    Found,
+    FromDaemon,
     FromEngine,
     Lookup,
     Mapped,
@@ -198,6 +203,59 @@ def test_a_scheduler_says_once_why_not_everything_is_stored(
         link.poll()
     (record,) = caplog.records
     assert "StateFull: the node daemon's state folder does not take the records of more slots" in record.getMessage()
+
+
+READY = EngineReady(replicated=True, slot_bytes=4096, part_offsets=(0,), sharers=(1,), sharer_index=(0,))
+
+
+def hear(link: Any, session: Any, *messages: FromDaemon) -> None:
+    """The scheduler takes in what its daemon says."""
+    session.receive = lambda _: messages
+    link.poll()
+    session.receive = lambda _: []
+
+
+def test_a_pool_that_is_active_again_serves_the_engines_that_it_told_to_leave(engine: SimpleNamespace) -> None:
+    link, session = make_link(engine)
+    link._num_ranks = 1
+    hear(link, session, EngineLost("paused"), Drain("the pool's mode is Paused"))
+    assert link.serving is None
+    hear(link, session, READY)
+    assert link.serving is session
+    worker = make_worker(engine)
+    worker._connector = SimpleNamespace(current=lambda: session)
+    slots = engine.slots.RegionSlots(2, packed(1), None)
+    worker._mapping.epochs.add(2)
+    for messages, is_usable in (([Drain("the pool's mode is Paused")], False), ([READY], True)):
+        worker._readable(SimpleNamespace(receive=lambda messages=messages: messages))
+        if is_usable:
+            assert worker._usable_mapping(slots, is_store=True) is worker._mapping
+        else:
+            with pytest.raises(DaemonUnavailable, match="gone or stops"):
+                worker._usable_mapping(slots, is_store=True)
+
+
+def test_slots_of_another_row_are_given_back_and_not_written(engine: SimpleNamespace) -> None:
+    """The pool's `replicatedLayout` became Never between two rows of one session: its slots are twice as long."""
+    link, session = make_link(engine)
+    link._num_ranks = 1
+    link.reserve()
+    hear(link, session, Reserved(session.sent[-1].request, 2, packed(100)))
+    link.assign([bytes(64)] * 3, 0)
+    session.sent.clear()
+    hear(link, session, EngineLost("rank 0 connects again"), msgspec.structs.replace(READY, slot_bytes=8192))
+    assert session.sent[0] == Fail(2, packed(100)[3 * 8 :])
+    assert link.assign([bytes(64)], 0) == (b"", 0)
+
+
+def test_a_look_up_keeps_the_row_that_its_slots_have(engine: SimpleNamespace) -> None:
+    link, session = make_link(engine)
+    link._num_ranks, before = 1, link.row
+    answer = link.look_up([bytes(64)], 0)
+    found = Found(session.sent[-1].request, packed(1))
+    hear(link, session, found, EngineLost("rank 0 connects again"), msgspec.structs.replace(READY, slot_bytes=8192))
+    assert answer.hits == {bytes(64)}
+    assert (answer.row, link.row.slot_bytes) == (before, 8192)
 
 
 def unpin(link: Any, _: SimpleNamespace) -> None:
