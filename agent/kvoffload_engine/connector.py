@@ -17,7 +17,6 @@ import functools
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +46,7 @@ from kvoffload_engine.plugin import leave_alone
 from kvoffload_engine.preflight import PreflightReason
 from kvoffload_engine.transfer.checksums import PageChecksums
 from kvoffload_engine.worker import KVOffloadWorker
-
-
-@dataclass
-class WorkerIdentity(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once: the identity of the engine's bytes, the same for every worker, and that
-    of its pipeline stage's; or why it runs without offload."""
-
-    digest: bytes
-    stage: bytes = b""
-    inert_reason: str = ""
-    inert_because: str = ""
-
-
-@dataclass
-class KVOffloadWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's worker report; the requests whose load failed here (request id -> whether the bytes were wrong); and
-    whether a device registers no pages."""
-
-    failed_loads: dict[str, bool] = field(default_factory=dict)
-    pageable: bool = False
-
-    def aggregate(self, other: Any) -> "KVOffloadWorkerMetadata":
-        """Both workers' reports as one."""
-        merged = dict(self.failed_loads)
-        for req_id, wrong in getattr(other, "failed_loads", {}).items():
-            merged[req_id] = merged.get(req_id, False) or wrong
-        pageable = self.pageable or getattr(other, "pageable", False)
-        theirs = compat.copy_fields(super().aggregate(other))
-        return KVOffloadWorkerMetadata(**theirs, failed_loads=merged, pageable=pageable)
+from kvoffload_engine.worker_reports import KVOffloadWorkerMetadata, WorkerIdentity, WorkersDisagree, agree
 
 
 class LayoutRefused(UnsupportedEngine):
@@ -232,26 +203,15 @@ class KVOffloadConnector(OffloadingConnector):
         """The workers' identities: one for all, or no offload."""
         if self._inert_because:
             return
-        parallel = self._config.parallel_config
-        inert = [one for one in metadata.values() if one.inert_because]
-        if inert:
-            says_so = f"{inert[0].inert_because} (in {len(inert)} of {parallel.world_size} workers)"
-            self._become_inert(inert[0].inert_reason, says_so)
-            return
-        num_expected = parallel.pipeline_parallel_size * parallel.tensor_parallel_size  # vLLM's keys: (stage, rank)
-        stages = sorted({(stage, one.stage) for (stage, _), one in metadata.items()})
-        digests = {one.digest for one in metadata.values()}
-        if len(metadata) < num_expected or len(digests) != 1 or len(stages) != parallel.pipeline_parallel_size:
-            self._become_inert(
-                PreflightReason.WORKERS_DIFFER.value,
-                f"{len(metadata)} of {num_expected} workers attached, with {len(digests)} different identities, and "
-                f"{len(stages)} of their {parallel.pipeline_parallel_size} pipeline stages",
-            )
+        try:
+            digest, stages = agree(metadata, self._config.parallel_config)
+        except WorkersDisagree as error:
+            self._become_inert(error.reason, str(error))
             return
         self._manager.connect(
             socket_path(self._config),
-            make_hello=functools.partial(scheduler_hello, self._config, self._process, digests.pop()),
-            none_hash=lambda: seed_of_keys(compat.none_hash(), [stage for _, stage in stages]),
+            make_hello=functools.partial(scheduler_hello, self._config, self._process, digest),
+            none_hash=lambda: seed_of_keys(compat.none_hash(), stages),
             chunks_per_step=chunks_per_step(self._config, self.scheduler_side),
         )
 

@@ -25,8 +25,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvoffload_engine import compat, connector, plugin
-from kvoffload_engine.connector import KVOffloadConnector, WorkerIdentity
+from kvoffload_engine.connector import KVOffloadConnector
 from kvoffload_engine.spec import KVOffloadSpec
+from kvoffload_engine.worker_reports import WorkerIdentity
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 REQUEST = Request("r", [1, 2, 3, 4], SamplingParams(max_tokens=1), None)

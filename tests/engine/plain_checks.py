@@ -15,10 +15,11 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.request import Request
 
 from kvoffload_engine import compat
-from kvoffload_engine.connector import KVOffloadConnector, KVOffloadWorkerMetadata
+from kvoffload_engine.connector import KVOffloadConnector
 from kvoffload_engine.manager import KVOffloadManager
 from kvoffload_engine.spec import KVOffloadSpec
 from kvoffload_engine.worker import KVOffloadWorker
+from kvoffload_engine.worker_reports import KVOffloadWorkerMetadata
 
 
 @check
