@@ -1,8 +1,9 @@
 """The lock by which the node daemon knows that this process lives, from one session to the next.
 
 Runs in vLLM's engine core and workers, in the thread of the session's connector; used by
-`kvoffload_engine.reassertion` (scheduler) and `kvoffload_engine.worker`. Each `Welcome` brings a locked descriptor, and
-the kernel lets go of the lock with the process; a session that comes to nothing must not cost the lock of the last one.
+`kvoffload_engine.reassertion` (scheduler) and `kvoffload_engine.worker_link`. Each `Welcome` brings a locked
+descriptor, and the kernel lets go of the lock with the process; a session that comes to nothing must not cost the lock
+of the last one.
 
     Welcome ──> reassert ──> the new lock is kept, the old one closed
                    │ raises

@@ -19,10 +19,10 @@ from kvoffload_engine import compat
 from kvoffload_engine.environment import CHECKSUM_VARIABLE, is_replication_allowed
 from kvoffload_engine.identity import collect_identity
 from kvoffload_engine.log import logger
+from kvoffload_engine.transfer.backend import Transfer
 from kvoffload_engine.transfer.checksums import MODES
 from kvoffload_engine.transfer.host import HostTransfer
 from kvoffload_engine.transfer.plan import DeviceTensors
-from kvoffload_engine.worker import Transfer
 
 
 @dataclass(frozen=True, slots=True)

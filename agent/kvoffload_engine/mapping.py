@@ -1,4 +1,4 @@
-"""The region as one worker maps it. Runs in vLLM's workers; made by `kvoffload_engine.worker` from a session's
+"""The region as one worker maps it. Runs in vLLM's workers; made by `kvoffload_engine.worker_link` from a session's
 descriptors.
 
 A mapping outlives its session: after the daemon's restart the same file is mapped once more only if it is another

@@ -1,8 +1,8 @@
 """What workers may be touching, and which session of the scheduler answers for it: told again to each new daemon.
 
-Runs in vLLM's engine core; used by `kvoffload_engine.link` alone (`kvoffload_engine.worker` says itself what it
+Runs in vLLM's engine core; used by `kvoffload_engine.link` alone (`kvoffload_engine.worker_link` tells what a worker
 copies). `begin` runs in the connector's thread, before the scheduler's thread sees the session; the rest in the
-scheduler's. It sends nothing but the reassertion, and neither knows what is asked of a session nor what is stored.
+scheduler's. It sends nothing but the reassertion, and knows neither what is asked of a session nor what is stored.
 
     loads     leased by the session that found them, and by each later one that was told of them when it began
     stores    told by epoch and offset; no session leases them

@@ -42,7 +42,7 @@ class Probe:
             if self.kvo_fault == "zeros" and not to_region:
                 for address, num_bytes in zip(plan.device_addresses.tolist(), plan.num_bytes.tolist(), strict=True):
                     ctypes.memset(address, 0, num_bytes)
-            base = worker._mapping.address
+            base = worker.link.mapping.address
             for device, host, num_bytes in zip(
                 plan.device_addresses.tolist(), plan.host_addresses.tolist(), plan.num_bytes.tolist(), strict=True
             ):
@@ -110,5 +110,5 @@ class Probe:
         """Change one byte of the region behind everybody's back; once, whatever the number of ranks."""
         if self.rank != 0:
             return
-        address = self.kvo_worker._mapping.address + offset
+        address = self.kvo_worker.link.mapping.address + offset
         ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ 0xFF, 1)

@@ -145,7 +145,7 @@ def a_store_that_cannot_be_begun_between_two_sessions_is_given_up_in_the_next(
         engine.step()
         control.say("silent")  # so that nobody connects again before the test says so
         control.say("close")
-        wait_until(lambda: all(worker._connector.current() is None for worker in engine.workers))
+        wait_until(lambda: all(worker.link._connector.current() is None for worker in engine.workers))
         spec = GPULoadStoreSpec([0], group_sizes=[1], block_indices=[0])
         for worker in engine.workers:
             worker.submit_store(1, spec, output.store_spec)

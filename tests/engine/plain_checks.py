@@ -120,7 +120,7 @@ def until_every_rank_is_attached_everything_is_a_miss_and_nothing_is_stored(sock
         keys = keys_of(450)
         engine.store("s", keys, [0])
         wait_until(lambda: engine.is_hit(keys))
-        engine.workers[1]._connector.close()
+        engine.workers[1].link._connector.close()
         wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is None)
         assert not engine.is_hit(keys)
         assert engine.store("t", keys_of(451), [1]) == []
@@ -142,7 +142,7 @@ def a_load_that_cannot_be_done_fails_and_its_keys_are_a_miss_from_then_on(socket
         keys = keys_of(500, 501)
         engine.store("s", keys, [0, 1])
         wait_until(lambda: engine.is_hit(keys))
-        engine.workers[1]._mapping.epochs.clear()
+        engine.workers[1].link.mapping.epochs.clear()
         assert engine.load("l", keys, [2, 3]) != {}
         assert not engine.is_hit(keys)
         assert engine.store("again", keys, [0, 1]) == []

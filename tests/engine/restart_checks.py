@@ -170,7 +170,7 @@ def a_load_that_spans_a_restart_reads_its_own_bytes_while_another_engine_fills_t
         control.say("start")
         wait_until(lambda: bool(other.store(f"o{time.monotonic_ns()}", keys_of(time.monotonic_ns()), [0])))
         fill_the_pool(other, 100_000)
-        wait_until(lambda: engine.workers[0]._connector.current() and engine.workers[1]._connector.current())
+        wait_until(lambda: engine.workers[0].link._connector.current() and engine.workers[1].link._connector.current())
         assert engine.submit_load("l", slots, list(range(20, 28))) == {}
         assert all(engine.holds(20 + index, 9 * index) for index in range(8))
         wait_until(lambda: fill_the_pool(other, 200_000 + time.monotonic_ns() % 10**9) > 0)

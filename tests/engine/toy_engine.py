@@ -16,9 +16,10 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 from kvoffload.layout.pages import build_part_layout
 from kvoffload.protocol.messages import PROTOCOL_VERSION, Hello
 from kvoffload_engine.manager import KVOffloadManager
+from kvoffload_engine.transfer.backend import Transfer
 from kvoffload_engine.transfer.host import HostTransfer
 from kvoffload_engine.transfer.plan import CopyPlan, DeviceTensors
-from kvoffload_engine.worker import KVOffloadWorker, Transfer
+from kvoffload_engine.worker import KVOffloadWorker
 
 NUM_LAYERS, PAGE_BYTES, NUM_BLOCKS = 3, 4096, 64
 REQUESTS_PER_STEP = 8

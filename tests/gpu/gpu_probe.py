@@ -63,7 +63,7 @@ class GpuProbe:
                 for device, host, num_bytes in zip(*columns, strict=True):
                     page = digest(memory.read(device, num_bytes))
                     in_region = digest(ctypes.string_at(host, num_bytes))
-                    self.kvo_pages.append([to_region, host - worker._mapping.address, page, in_region])
+                    self.kvo_pages.append([to_region, host - worker.link.mapping.address, page, in_region])
             return list(done)
 
         transfer.start, transfer.finished = probed_start, probed_finished

@@ -75,7 +75,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         setattr(modules["vllm.v1.kv_offload.base"], name, type(name, (SimpleNamespace,), {}))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    ours = {name: importlib.import_module(f"kvoffload_engine.{name}") for name in ("link", "slots", "worker")}
+    ours = {
+        name: importlib.import_module(f"kvoffload_engine.{name}") for name in ("link", "slots", "worker", "worker_link")
+    }
     yield SimpleNamespace(**ours)
     for name in ours:
         del sys.modules[f"kvoffload_engine.{name}"]
@@ -101,7 +103,7 @@ def make_worker(engine: SimpleNamespace) -> Any:
     worker = engine.worker.KVOffloadWorker(
         rank=0, socket_path="", make_hello=lambda: None, layout=None, tensors=None, transfer=None
     )
-    worker._mapping = SimpleNamespace(is_of=lambda *_: True, epochs={1})
+    worker.link.mapping = SimpleNamespace(is_of=lambda *_: True, epochs={1})
     return worker
 
 
@@ -129,8 +131,8 @@ def test_a_worker_says_to_a_restarted_daemon_all_that_it_copies(engine: SimpleNa
         worker._jobs[number] = engine.worker.Job(slots, is_store, None)
     session = Recorder()
     session.num_descriptors = 2
-    worker._connected(session)
-    os.close(worker._lock.descriptor)
+    worker.link._connected(session)
+    os.close(worker.link._lock.descriptor)
     *parts, last = session.sent
     assert last == Mapped()
     assert (offsets_of(parts, "pins"), offsets_of(parts, "writes")) == (count, count)
@@ -167,14 +169,14 @@ def test_a_worker_whose_session_ends_at_once_keeps_the_lock_of_the_last_one_and_
 ) -> None:
     worker, session = make_worker(engine), Recorder()
     session.num_descriptors = 2
-    worker._connected(session)
-    lock, before = worker._lock.descriptor, open_descriptors()
+    worker.link._connected(session)
+    lock, before = worker.link._lock.descriptor, open_descriptors()
     for _ in range(3):
         broken = Broken()
         broken.num_descriptors = 2
         with pytest.raises(DaemonUnavailable):
-            worker._connected(broken)
-    assert worker._lock.descriptor == lock
+            worker.link._connected(broken)
+    assert worker.link._lock.descriptor == lock
     assert open_descriptors() == before
     os.close(lock)
 
@@ -183,11 +185,11 @@ def test_a_store_that_ended_while_a_session_began_is_sealed_without_another_step
     """The connector's thread published the session after the model's thread had found none."""
     worker, session = make_worker(engine), Recorder()
     worker._jobs[1] = engine.worker.Job(engine.slots.RegionSlots(2, packed(3), None), True, engine.worker.EMPTY_PLAN)
-    worker._connector = SimpleNamespace(current=lambda: None)
+    worker.link._connector = SimpleNamespace(current=lambda: None)
     worker._finish(1, 0.0)
-    worker._connector = SimpleNamespace(current=lambda: session)
-    worker._tick()
-    worker._tick()
+    worker.link._connector = SimpleNamespace(current=lambda: session)
+    worker.link._tick()
+    worker.link._tick()
     (seal,) = [message for message in session.sent if isinstance(message, Seal)]
     assert (seal.epoch, seal.offsets) == (2, packed(3))
 
@@ -223,16 +225,16 @@ def test_a_pool_that_is_active_again_serves_the_engines_that_it_told_to_leave(en
     hear(link, session, READY)
     assert link.serving is session
     worker = make_worker(engine)
-    worker._connector = SimpleNamespace(current=lambda: session)
+    worker.link._connector = SimpleNamespace(current=lambda: session)
     slots = engine.slots.RegionSlots(2, packed(1), None)
-    worker._mapping.epochs.add(2)
+    worker.link.mapping.epochs.add(2)
     for messages, is_usable in (([Drain("the pool's mode is Paused")], False), ([READY], True)):
-        worker._readable(SimpleNamespace(receive=lambda messages=messages: messages))
+        worker.link._readable(SimpleNamespace(receive=lambda messages=messages: messages))
         if is_usable:
-            assert worker._usable_mapping(slots, is_store=True) is worker._mapping
+            assert worker.link.usable_mapping(slots, is_store=True) is worker.link.mapping
         else:
             with pytest.raises(DaemonUnavailable, match="gone or stops"):
-                worker._usable_mapping(slots, is_store=True)
+                worker.link.usable_mapping(slots, is_store=True)
 
 
 def test_slots_of_another_row_are_given_back_and_not_written(engine: SimpleNamespace) -> None:
