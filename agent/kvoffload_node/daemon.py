@@ -1,4 +1,4 @@
-"""The node daemon: puts the parts together, runs them, reports on them, stops them.
+"""The node daemon: puts the parts together, runs them, says what is the matter with them, stops them.
 
 Runs as `python -m kvoffload_node daemon`, one for each pool and node.
 
@@ -14,15 +14,14 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvoffload.api.conditions import RegionCondition, RegionReason
 from kvoffload.api.pool import Mode, ReclaimPolicy
-from kvoffload.api.region import KVOffloadRegionSpec, KVOffloadRegionStatus
-from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
+from kvoffload.api.region import KVOffloadRegionSpec
+from kvoffload.errors import PagesUnavailable, RegionUnusable
 from kvoffload.units import format_bytes
 from kvoffload_node.failures import Failures, Part
 from kvoffload_node.findings import Finding, Problem, Situation, build_findings
@@ -33,7 +32,6 @@ from kvoffload_node.metrics import NodeCollector
 from kvoffload_node.region.hugetlbfs import NoHugetlbfs, read_mount
 from kvoffload_node.region.leftovers import region_folder, release_region, remove_region
 from kvoffload_node.region.region import Region
-from kvoffload_node.session.engines import Engine
 from kvoffload_node.session.holders import describe_holders
 from kvoffload_node.session.locks import Attachments
 from kvoffload_node.session.registry import SWEEP_SECONDS, Registry
@@ -41,14 +39,11 @@ from kvoffload_node.session.server import Server
 from kvoffload_node.settings import NodeSettings
 from kvoffload_node.spec_source import SpecSource
 from kvoffload_node.state_folder import StateFolder
-from kvoffload_node.status import build_status
+from kvoffload_node.status_writer import StatusWriter
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
-FIGURES_SECONDS = 30.0
-"""How often figures alone are worth a write to the API server; conditions and engines are written when they change."""
-LOOK_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.02
 _NOT_CLEARED = "what ended engines leave cannot be cleared away"
 
@@ -95,7 +90,7 @@ class Daemon:
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks.append(loop.create_task(self.source.follow()))
-            tasks.append(report := loop.create_task(self._report()))
+            tasks.append(report := loop.create_task(StatusWriter(self).run()))
             tasks.append(loop.create_task(self._serve()))
             stopped = loop.create_task(self.stopping.wait())
             done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -246,7 +241,7 @@ class Daemon:
             else:
                 self.failures.clear(Part.SWEEP)
 
-    # --- reporting --------------------------------------------------------------------------------------------------
+    # --- what is the matter -----------------------------------------------------------------------------------------
 
     def problem(self) -> str:
         """Why engines cannot attach now, empty if they can."""
@@ -275,63 +270,6 @@ class Daemon:
             ),
             self.paths,
         )
-
-    async def _report(self) -> None:
-        last: object = None
-        last_at = 0.0
-        loop = asyncio.get_running_loop()
-        is_last = False
-        while not is_last:
-            await self._wait_for_stop(LOOK_SECONDS)
-            is_last = self.stopping.is_set()  # the last status says that the daemon stops: nobody sees a stale Ready
-            if self.source.client is None or self.source.spec is None or self.source.is_deleted:
-                continue
-            try:
-                status, is_whole = self._build_status()
-                urgent = (
-                    [(c.type, c.status, c.reason, c.message) for c in status.conditions],
-                    [(e.pod_uid, e.engine_id, e.confirmed_layout, e.message) for e in status.engines],
-                    status.observed_generation,
-                )
-                if urgent == last and loop.time() - last_at < FIGURES_SECONDS:
-                    continue
-                await asyncio.to_thread(self.source.client.apply_status, status)
-                last, last_at = urgent, loop.time()
-                if is_whole:
-                    self.failures.clear(Part.STATUS)
-            except KVOffloadError as error:
-                log.warning("the status could not be written: %s", error)
-                await self._wait_for_stop(RETRY_SECONDS)
-            except Exception as error:  # noqa: BLE001 - the daemon serves, whatever it cannot tell
-                self.failures.note(Part.STATUS, f"the status cannot be told: {error!r}"[:1000], bug=error)
-                await self._wait_for_stop(RETRY_SECONDS)
-
-    def _build_status(self) -> tuple[KVOffloadRegionStatus, bool]:
-        """With every engine, or where that fails without any: no engine keeps the conditions from being told. And
-        whether it has all."""
-        engines = list(self.running.registry.engines.values()) if self.running else []
-        try:
-            return self._build_status_of(engines), True
-        except Exception as error:  # noqa: BLE001 - as above
-            words = f"the status is told without its {len(engines)} engines, a bug of this daemon: {error!r}"
-            self.failures.note(Part.STATUS, words[:1000], bug=error)
-            return self._build_status_of([]), False
-
-    def _build_status_of(self, engines: list[Engine]) -> KVOffloadRegionStatus:
-        running = self.running
-        return build_status(
-            previous=self.source.conditions,
-            generation=self.source.generation,
-            figures=running.region.figures() if running else None,
-            findings=self.findings(),
-            engines=engines,
-            epoch=running.region.epoch if running else 0,
-            now=datetime.now(UTC),
-        )
-
-    async def _wait_for_stop(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.stopping.wait(), seconds)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The region's status, built from the daemon's figures, findings and engines.
 
-Runs in the node daemon; used by `daemon.py`, written by `report.py`. Pure. What pods say of themselves is cut to what
-the API takes, so that no pod can keep the others' engines out of the status.
+Runs in the node daemon; used by `status_writer.py`, written by `report.py`. Pure. What pods say of themselves is cut
+to what the API takes, so that no pod can keep the others' engines out of the status.
 """
 
 from collections.abc import Sequence

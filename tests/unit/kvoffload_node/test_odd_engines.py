@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvoffload.api.region import KVOffloadRegionStatus
-from kvoffload_node import daemon as daemon_module
+from kvoffload_node import status_writer
 from kvoffload_node.daemon import Daemon
 from kvoffload_node.failures import Part
 from kvoffload_node.session.engines import SCHEDULER, Engine, Session
@@ -46,11 +46,11 @@ def add_engine(daemon: Daemon, engine_id: str) -> Engine:
 async def test_a_status_that_cannot_be_built_is_told_without_engines_and_whole_again_later(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(daemon_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(status_writer, "LOOK_SECONDS", 0.01)
     told = Told()
     daemon.source.client = told  # type: ignore[assignment]
     engine = add_engine(daemon, "x" * 129)
-    reporting = asyncio.create_task(daemon._report())
+    reporting = asyncio.create_task(status_writer.StatusWriter(daemon).run())
     async with asyncio.timeout(20):
         status = await told.statuses.get()
         assert status.engines == []
