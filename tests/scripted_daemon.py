@@ -268,7 +268,9 @@ class Connection(asyncio.Protocol):
             case Fail():
                 for offset in unpack(message.offsets):
                     slot = daemon.slots[offset]
-                    self.reserved.discard(offset)
+                    if offset in self.reserved:
+                        self.reserved.discard(offset)
+                        daemon.free.append(offset)
                     daemon.counts["dropped" if message.drop else "failed"] += 1
                     daemon.ready.pop(slot.key, None)
                     slot.key = None

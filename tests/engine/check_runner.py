@@ -21,7 +21,7 @@ def check(function: Callable[..., None]) -> Callable[..., None]:
 
 class Control:
     """Whoever runs the daemon, through two named pipes: the scripted one itself, or the test, which does to the real
-    one what it is told: `kill`, `start`, `stop` (SIGSTOP), `continue`, `dump` (its metrics)."""
+    one what it is told: `kill`, `start`, `stop` (SIGSTOP), `continue`, `dump` (its metrics), `pause` its pool ..."""
 
     def __init__(self, folder: Path) -> None:
         self.commands = (folder / "commands").open("w")

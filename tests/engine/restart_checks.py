@@ -1,4 +1,5 @@
-"""Manager and workers while the real daemon is stopped, or killed and started again. Run by `check_runner.py`."""
+"""Manager and workers while the real daemon is stopped, or killed and started again, or its pool is changed. Run by
+`check_runner.py`."""
 
 import threading
 import time
@@ -257,6 +258,47 @@ def a_load_that_ends_while_the_scheduler_reconnects_gives_its_leases_back(socket
         wait_until(
             lambda: fill_the_pool(other, 300_000 + time.monotonic_ns() % 10**9) > 1400 and not other.is_hit(keys)
         )
+
+
+@check
+def a_pool_that_was_paused_serves_the_same_engines_when_it_is_active_again(socket_path: str, control: Control) -> None:
+    with ToyEngine(socket_path) as engine:
+        keys = engine.ensure_stored(keys_of(1200, 1201))
+        session = engine.manager.link.session
+        control.say("pause")
+        wait_until(lambda: not engine.is_hit(keys))
+        assert engine.store("p", keys_of(1202), [0]) == []
+        control.say("resume")
+        wait_until(lambda: engine.is_hit(keys))
+        engine.ensure_stored(keys_of(1203))
+        assert engine.manager.link.session is session
+
+
+@check
+def slots_of_a_row_that_was_replaced_overwrite_nobody_s_bytes(socket_path: str, control: Control) -> None:
+    """The pool's `replicatedLayout` becomes Never, and a rank connects again: the engine's slots are twice as long
+    from now on, and those that it held unused lie before slots of another engine."""
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
+        engine.ensure_stored(keys_of(1210))
+        wait_until(lambda: engine.manager.link.wait_for_slots(60))
+        theirs = keys_of(*range(1220, 1250))
+        for index in range(30):
+            other.fill(index, 3 * index)
+        other.store("s", theirs, list(range(30)))
+        wait_until(lambda: other.is_hit(theirs))
+        before = engine.manager.link.row
+        control.say("never replicate")
+        engine.workers[0].link._connector.current().close("ended by the check")
+        wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row not in (None, before))
+        control.say("replicate")
+        assert engine.manager.link.row.slot_bytes == 2 * before.slot_bytes
+        for index in range(64):
+            engine.fill(index, 99)
+        mine = engine.ensure_stored(keys_of(*range(1260, 1324)))
+        assert other.load("l", theirs, list(range(32, 62))) == {}
+        assert all(other.holds(32 + index, 3 * index) for index in range(30))
+        assert engine.load("l", mine[:30], list(range(32, 62))) == {}
+        assert all(engine.holds(32 + index, 99) for index in range(30))
 
 
 if __name__ == "__main__":

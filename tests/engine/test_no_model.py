@@ -98,6 +98,10 @@ def run_with_daemon(python: Path, folder: Path, overlay: Path | None = None) -> 
             "stop": lambda: daemon.process.send_signal(signal.SIGSTOP),
             "continue": lambda: daemon.process.send_signal(signal.SIGCONT),
             "dump": lambda: json.dumps(daemon.metrics()),
+            "pause": lambda: daemon.write_spec(mode="Paused"),
+            "resume": lambda: daemon.write_spec(mode="Active"),
+            "never replicate": lambda: daemon.write_spec(replicatedLayout="Never"),
+            "replicate": lambda: daemon.write_spec(replicatedLayout="Auto"),
         }
         with keep(deeds, commands, answers):
             return results | run_checks(python, "restart", socket, folder, overlay)
