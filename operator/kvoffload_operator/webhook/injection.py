@@ -1,12 +1,12 @@
-"""Decides about one opted-in pod and builds the patch. Pure; `server.py` calls `inject`.
+"""Decides about one opted-in pod, and gives it what is the pod's: volume, affinity, annotations. Pure.
 
-Everything is set only where absent, so a second call finds nothing to do. The user's values stay: PYTHONPATH is
-prefixed, VLLM_PLUGINS is added to, and where either comes from a reference it is kept under another name and referred
-to. The volumes that the cluster autoscaler need not heed are added to as well.
+`server.py` calls `inject`. It changes with what a pool, a pod's annotations or the prediction decide, and with what a
+pod is given beside its engine's container, which is `container.py`'s. Everything is set only where absent, so a second
+call finds nothing to do; the volumes that the cluster autoscaler need not heed are added to.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvoffload import __version__
@@ -14,17 +14,13 @@ from kvoffload.api.keys import (
     CONTAINER_ANNOTATION,
     ENV_POOL,
     ENV_PYTHONHASHSEED,
-    ENV_PYTHONPATH,
     ENV_REPLICATED_LAYOUT,
     ENV_SOCKET,
     ENV_STEP_DEADLINE,
-    ENV_VLLM_PLUGINS,
     ENV_WEIGHTS_ID,
     IMAGE_PYTHONPATH_ANNOTATION,
     INJECTED_ANNOTATION,
     MODEL_ARCHITECTURE_ANNOTATION,
-    MOUNT_PATH,
-    PLUGIN_NAME,
     READY_NODE_LABEL_VALUE,
     REPLICATED_LAYOUT_ANNOTATION,
     SAFE_TO_EVICT_ANNOTATION,
@@ -36,17 +32,20 @@ from kvoffload.api.keys import (
     ready_node_label,
 )
 from kvoffload.api.pool import Attachment, KVOffloadPoolSpec, Mode, ReplicatedLayout, allows_namespace
-from kvoffload_operator.webhook.command_line import CommandLine, Launch, parse_command_line
+from kvoffload_operator.webhook.command_line import CommandLine
+from kvoffload_operator.webhook.container import (
+    add_environment,
+    add_mount,
+    choose_container,
+    find_conflict,
+    literal_environment,
+    read_command_lines,
+)
 from kvoffload_operator.webhook.limits import find_excess
+from kvoffload_operator.webhook.patch import Manifest, Operation, Patch, annotation_path
 from kvoffload_operator.webhook.prediction import EngineFacts, Prediction, find_refusal, predict_layout
-from kvoffload_operator.webhook.text_budget import TextBudget
-
-Manifest = Mapping[str, Any]
-Operation = dict[str, Any]
 
 PREFERENCE_WEIGHT = 50
-KEPT_PYTHONPATH = "KVOFFLOAD_USER_PYTHONPATH"
-KEPT_PLUGINS = "KVOFFLOAD_USER_VLLM_PLUGINS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +72,6 @@ class Outcome:
     prediction: Prediction | None = None
     unread: str = ""
     """Why a command line of the pod was not read to its end; empty where all were."""
-
-
-@dataclass(slots=True)
-class _Patch:
-    """Collects JSON patch operations on one pod."""
-
-    operations: list[Operation] = field(default_factory=list)
-
-    def add(self, path: str, value: Any) -> None:
-        self.operations.append({"op": "add", "path": path, "value": value})
-
-    def replace(self, path: str, value: Any) -> None:
-        self.operations.append({"op": "replace", "path": path, "value": value})
 
 
 def inject(pod: Manifest, facts: PoolFacts) -> Outcome:
@@ -116,15 +102,21 @@ def _inject(pod: Manifest, facts: PoolFacts, spec: KVOffloadPoolSpec, lines: Seq
     if refusal is not None:
         return _skip(pod, refusal.reason, refusal.message)
     prediction = predict_layout(engine)
-    conflict = _conflict(pod, container, annotations)
+    conflict = _volume_conflict(pod, annotations) or find_conflict(container, annotations)
     if conflict is not None:
         return _skip(pod, *conflict)
     if spec.mode is Mode.OBSERVE:
         return _skip(pod, SkipReason.POOL_OBSERVED, "the pool's mode is Observe", prediction)
-    patch = _Patch()
+    patch = Patch()
     _add_volume(patch, pod)
-    _add_mount(patch, container, chosen)
-    _add_environment(patch, container, chosen, annotations, facts, prediction)
+    add_mount(patch, container, chosen)
+    add_environment(
+        patch,
+        container,
+        chosen,
+        image_path=annotations.get(IMAGE_PYTHONPATH_ANNOTATION, "").strip(":"),
+        wanted=_our_variables(annotations, facts, prediction),
+    )
     _add_affinity(patch, pod, facts.name, spec.attachment)
     if not patch.operations:
         return Outcome((), prediction=prediction)
@@ -152,7 +144,7 @@ def _pool_refusal(facts: PoolFacts) -> tuple[SkipReason, str] | None:
 
 
 def _skip(pod: Manifest, reason: SkipReason, message: str, prediction: Prediction | None = None) -> Outcome:
-    patch = _Patch()
+    patch = Patch()
     wanted = {SKIP_REASON_ANNOTATION: str(reason)}
     if prediction is not None:
         wanted[REPLICATED_LAYOUT_ANNOTATION] = prediction.annotation
@@ -161,97 +153,16 @@ def _skip(pod: Manifest, reason: SkipReason, message: str, prediction: Predictio
     return Outcome(operations, reason, message, prediction)
 
 
-# --- which container ------------------------------------------------------------------------------------------------
-
-
-def choose_container(
-    containers: Sequence[Manifest], lines: Sequence[CommandLine], named: str
-) -> int | tuple[SkipReason, str]:
-    """Index of the container that runs vLLM: the one named, or the one that looks like it, or the only one."""
-    names = [container["name"] for container in containers]
-    if named:
-        if named in names:
-            return names.index(named)
-        return SkipReason.NO_VLLM_CONTAINER, f"{CONTAINER_ANNOTATION} names {named!r}, the pod has {', '.join(names)}"
-    launches = [line.launch for line in lines]
-    for wanted in (Launch.VLLM, Launch.IMAGE):
-        found = [index for index, launch in enumerate(launches) if launch is wanted]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            several = ", ".join(names[index] for index in found)
-            return SkipReason.AMBIGUOUS_CONTAINER, f"{several} could all be vLLM; name one in {CONTAINER_ANNOTATION}"
-    by_image = [index for index, one in enumerate(containers) if "vllm" in one.get("image", "").lower()]
-    if len(by_image) == 1:
-        return by_image[0]
-    if len(containers) == 1 and launches[0] is Launch.UNKNOWN:
-        return 0  # a launcher: its owner says by the label that it is vLLM
-    unread = next((f" as far as it was read ({line.unread})" for line in lines if line.unread), "")
-    return (
-        SkipReason.NO_VLLM_CONTAINER,
-        f"none of {', '.join(names)} starts vLLM{unread}; name it in {CONTAINER_ANNOTATION}",
-    )
-
-
-def read_command_lines(containers: Sequence[Manifest]) -> list[CommandLine]:
-    """Each container's vLLM arguments, within what is read of one pod."""
-    budget = TextBudget()
-    return [
-        parse_command_line(
-            container.get("command") or (),
-            container.get("args") or (),
-            literal_environment(container),
-            container.get("image", ""),
-            budget=budget,
-        )
-        for container in containers
-    ]
-
-
-def literal_environment(container: Manifest) -> dict[str, str | None]:
-    """Variables by name; None where the value comes from elsewhere."""
-    return {
-        variable["name"]: None if "valueFrom" in variable else variable.get("value", "")
-        for variable in container.get("env") or ()
-    }
-
-
-# --- conflicts ------------------------------------------------------------------------------------------------------
-
-
-def _conflict(pod: Manifest, container: Manifest, annotations: Mapping[str, str]) -> tuple[SkipReason, str] | None:
+def _volume_conflict(pod: Manifest, annotations: Mapping[str, str]) -> tuple[SkipReason, str] | None:
     for volume in pod["spec"].get("volumes") or ():
         if volume["name"] == VOLUME_NAME and "emptyDir" not in volume:
             return SkipReason.NAME_CONFLICT, f"the pod has a volume {VOLUME_NAME} that is no emptyDir"
         if volume["name"] == VOLUME_NAME and INJECTED_ANNOTATION not in annotations:
             return SkipReason.NAME_CONFLICT, f"the pod brings a volume {VOLUME_NAME} of its own: rename it"
-    for mount in container.get("volumeMounts") or ():
-        path = mount["mountPath"].rstrip("/")
-        if mount["name"] != VOLUME_NAME and (path == MOUNT_PATH or path.startswith(MOUNT_PATH + "/")):
-            return SkipReason.NAME_CONFLICT, f"volume {mount['name']} is mounted at {path}, which is ours"
-        if mount["name"] == VOLUME_NAME and (path != MOUNT_PATH or mount.get("subPath") or mount.get("subPathExpr")):
-            return (
-                SkipReason.NAME_CONFLICT,
-                f"volume {VOLUME_NAME} is mounted at {path}, in part or elsewhere than at {MOUNT_PATH}: the engine "
-                "would not find the daemon's socket",
-            )
-    for device in container.get("volumeDevices") or ():
-        if device["devicePath"] == MOUNT_PATH:
-            return SkipReason.NAME_CONFLICT, f"device {device['name']} is at {MOUNT_PATH}, which is ours"
-    explained = IMAGE_PYTHONPATH_ANNOTATION in annotations or ENV_PYTHONPATH in literal_environment(container)
-    if container.get("envFrom") and not explained:
-        return (
-            SkipReason.PYTHONPATH_FROM_REFERENCE,
-            f"envFrom may set {ENV_PYTHONPATH}, which an injected one would hide; say what it is in the annotation "
-            f"{IMAGE_PYTHONPATH_ANNOTATION}, empty if it is not set",
-        )
     return None
 
 
-# --- the patch ------------------------------------------------------------------------------------------------------
-
-
-def _add_volume(patch: _Patch, pod: Manifest) -> None:
+def _add_volume(patch: Patch, pod: Manifest) -> None:
     volumes = pod["spec"].get("volumes")
     ours = {"name": VOLUME_NAME, "emptyDir": {}}
     if not volumes:
@@ -260,95 +171,22 @@ def _add_volume(patch: _Patch, pod: Manifest) -> None:
         patch.add("/spec/volumes/-", ours)
 
 
-def _add_mount(patch: _Patch, container: Manifest, index: int) -> None:
-    mounts = container.get("volumeMounts")
-    ours = {"name": VOLUME_NAME, "mountPath": MOUNT_PATH, "readOnly": True}
-    base = f"/spec/containers/{index}/volumeMounts"
-    if not mounts:
-        patch.add(base, [ours])
-    elif all(mount["name"] != VOLUME_NAME for mount in mounts):
-        patch.add(f"{base}/-", ours)
-
-
-def _add_environment(
-    patch: _Patch,
-    container: Manifest,
-    index: int,
-    annotations: Mapping[str, str],
-    facts: PoolFacts,
-    prediction: Prediction,
-) -> None:
-    present: Sequence[Manifest] = container.get("env") or ()
-    # of a name that stands twice the last one counts
-    places = {variable["name"]: place for place, variable in enumerate(present)}
-    base = f"/spec/containers/{index}/env"
-    changes: list[tuple[str, list[Manifest]]] = []
-    image_path = annotations.get(IMAGE_PYTHONPATH_ANNOTATION, "").strip(":")
-    changes.append((ENV_PYTHONPATH, _python_path(present, image_path)))
-    changes.append((ENV_VLLM_PLUGINS, _plugins(present)))
-    absent = {
+def _our_variables(annotations: Mapping[str, str], facts: PoolFacts, prediction: Prediction) -> dict[str, str]:
+    """What the engine is told of pool and pod."""
+    variables = {
         ENV_PYTHONHASHSEED: "0",
         ENV_SOCKET: SOCKET_PATH,
         ENV_POOL: facts.name,
         ENV_REPLICATED_LAYOUT: str(prediction.layout),
     }
     if annotations.get(WEIGHTS_ID_ANNOTATION):
-        absent[ENV_WEIGHTS_ID] = annotations[WEIGHTS_ID_ANNOTATION]
+        variables[ENV_WEIGHTS_ID] = annotations[WEIGHTS_ID_ANNOTATION]
     if facts.step_deadline_seconds is not None:
-        absent[ENV_STEP_DEADLINE] = str(facts.step_deadline_seconds)
-    added: list[Manifest] = []
-    # in place from the end, so that indices stay right while a kept copy is put before its variable
-    for name, variables in sorted(changes, key=lambda change: -places.get(change[0], -1)):
-        if not variables:
-            continue
-        if name not in places:
-            added.extend(variables)
-            continue
-        at = places[name]
-        patch.replace(f"{base}/{at}", variables[-1])
-        for kept in reversed(variables[:-1]):
-            patch.add(f"{base}/{at}", kept)
-    added.extend({"name": name, "value": value} for name, value in absent.items() if name not in places)
-    if added and not present:
-        patch.add(base, added)
-    else:
-        for variable in added:
-            patch.add(f"{base}/-", variable)
+        variables[ENV_STEP_DEADLINE] = str(facts.step_deadline_seconds)
+    return variables
 
 
-def _last(present: Sequence[Manifest], name: str) -> Manifest | None:
-    return next((variable for variable in reversed(present) if variable["name"] == name), None)
-
-
-def _python_path(present: Sequence[Manifest], image_path: str) -> list[Manifest]:
-    """PYTHONPATH with our folder first; nothing if it is there already."""
-    found = _last(present, ENV_PYTHONPATH)
-    if found is None:
-        return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [MOUNT_PATH, image_path]))}]
-    if "valueFrom" in found:
-        kept = {**found, "name": KEPT_PYTHONPATH}
-        return [kept, {"name": ENV_PYTHONPATH, "value": f"{MOUNT_PATH}:$({KEPT_PYTHONPATH})"}]
-    value = found.get("value", "")
-    if MOUNT_PATH in value.split(":"):
-        return []
-    return [{"name": ENV_PYTHONPATH, "value": ":".join(filter(None, [MOUNT_PATH, value]))}]
-
-
-def _plugins(present: Sequence[Manifest]) -> list[Manifest]:
-    """VLLM_PLUGINS with ours, only where the user limited them."""
-    found = _last(present, ENV_VLLM_PLUGINS)
-    if found is None:
-        return []
-    if "valueFrom" in found:
-        kept = {**found, "name": KEPT_PLUGINS}
-        return [kept, {"name": ENV_VLLM_PLUGINS, "value": f"$({KEPT_PLUGINS}),{PLUGIN_NAME}"}]
-    value = found.get("value", "")
-    if PLUGIN_NAME in [name.strip() for name in value.split(",")]:
-        return []
-    return [{"name": ENV_VLLM_PLUGINS, "value": ",".join(filter(None, [value, PLUGIN_NAME]))}]
-
-
-def _add_affinity(patch: _Patch, pod: Manifest, pool: str, attachment: Attachment) -> None:
+def _add_affinity(patch: Patch, pod: Manifest, pool: str, attachment: Attachment) -> None:
     spec = pod["spec"]
     if spec.get("nodeName"):
         return
@@ -388,7 +226,7 @@ def _evictable_volumes(named: str) -> str:
     return ",".join(filter(None, [named, VOLUME_NAME]))
 
 
-def _add_annotations(patch: _Patch, pod: Manifest, wanted: Mapping[str, str]) -> None:
+def _add_annotations(patch: Patch, pod: Manifest, wanted: Mapping[str, str]) -> None:
     present = pod["metadata"].get("annotations")
     if not present:
         patch.add("/metadata/annotations", dict(wanted))
@@ -396,8 +234,3 @@ def _add_annotations(patch: _Patch, pod: Manifest, wanted: Mapping[str, str]) ->
     for key, value in wanted.items():
         if present.get(key) != value:
             patch.add(annotation_path(key), value)
-
-
-def annotation_path(key: str) -> str:
-    """JSON pointer to an annotation."""
-    return f"/metadata/annotations/{key.replace('~', '~0').replace('/', '~1')}"

@@ -23,7 +23,8 @@ from kvoffload.errors import KVOffloadError
 from kvoffload_operator import metrics
 from kvoffload_operator.kube import NAMESPACES, POOLS, KubeClient, Resource
 from kvoffload_operator.observe import describe_spec_error
-from kvoffload_operator.webhook.injection import Operation, Outcome, PoolFacts, annotation_path, inject
+from kvoffload_operator.webhook.injection import Outcome, PoolFacts, inject
+from kvoffload_operator.webhook.patch import Operation, annotation_path
 from kvoffload_operator.webhook.validation import validate_pool_spec
 
 logger = logging.getLogger(__name__)
