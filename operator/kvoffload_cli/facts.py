@@ -120,6 +120,32 @@ class DaemonSetFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutFailure:
+    """What keeps pods of a Deployment from running: what one of them waits for in vain, or what the Deployment says."""
+
+    pod: str
+    """The pod's name; empty where the Deployment itself says it."""
+    reasons: tuple[str, ...]
+    """Of the pod's containers that wait, in the kubelet's words (`ErrImagePull`, `CrashLoopBackOff`); else one: the
+    scheduler's word, or the type of the Deployment's condition."""
+    message: str
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"pod {self.pod}: {self.message}" if self.pod else self.message
+
+    @property
+    def lacks_image(self) -> bool:
+        """Whether a container of the pod does not get its image."""
+        return bool(self.pod) and any("Image" in reason for reason in self.reasons)
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether a container of the pod is started and ends again and again: its log says why."""
+        return "CrashLoopBackOff" in self.reasons
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """A Deployment of the release: the operator or the webhook."""
 
@@ -131,8 +157,8 @@ class Workload:
     release: str = ""
     is_rolling_out: bool = False
     """Whether pods of its newest template are still to come, or not available yet."""
-    failures: tuple[str, ...] = ()
-    """What keeps its pods from running, one sentence each: of a pod that waits, or of the Deployment itself."""
+    failures: tuple[RolloutFailure, ...] = ()
+    """What keeps its pods from running: one for each pod that waits in vain, or the Deployment's own words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from kvoffload_cli.facts import (
     DaemonPod,
     DaemonSetFacts,
     Part,
+    RolloutFailure,
     Workload,
 )
 from kvoffload_cli.kube import Denied, Reader, ReadFailed
@@ -358,13 +359,15 @@ def workload_facts(deployment: Manifest, pods: Iterable[Manifest]) -> Workload:
     is_observed = status.get("observedGeneration", 0) >= metadata.get("generation", 0)
     selected = spec.get("selector", {}).get("matchLabels", {}).items()
     waiting = [
-        f"pod {pod['metadata']['name']}: {why}"
+        failure
         for pod in pods
         if selected and pod["metadata"]["namespace"] == metadata["namespace"] and selected <= labels_of(pod).items()
-        if "deletionTimestamp" not in pod["metadata"] and (why := waits_in_vain(pod))
+        if "deletionTimestamp" not in pod["metadata"] and (failure := waits_in_vain(pod))
     ]
     said = [
-        f"{one['type']} is {one['status']}: {one.get('message', '')}"
+        RolloutFailure(
+            pod="", reasons=(one["type"],), message=f"{one['type']} is {one['status']}: {one.get('message', '')}"
+        )
         for one in status.get("conditions", [])
         if (one["type"], one["status"]) in GIVEN_UP
     ]

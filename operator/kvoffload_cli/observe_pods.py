@@ -6,7 +6,7 @@ from typing import Any
 
 from kvoffload.api import keys
 from kvoffload.api.opt_in import came_label_late
-from kvoffload_cli.facts import PASSING_WAITS, DaemonPod, OptedInPod
+from kvoffload_cli.facts import PASSING_WAITS, DaemonPod, OptedInPod, RolloutFailure
 from kvoffload_cli.observe_release import has_condition
 
 Manifest = Mapping[str, Any]
@@ -64,27 +64,34 @@ def waiting_reasons(pod: Manifest) -> str:
     )
 
 
+def _unscheduled(pod: Manifest) -> Manifest | None:
+    """The pod's condition that says why it has no node; None where it has one, or is about to."""
+    conditions = pod.get("status", {}).get("conditions", [])
+    return next((one for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), None)
+
+
 def not_scheduled(pod: Manifest) -> str:
     """Why the pod has no node, in the scheduler's words; empty where it has one, or is about to."""
-    return next(
-        (
-            f"not scheduled: {one.get('message', one.get('reason', ''))}"
-            for one in pod.get("status", {}).get("conditions", [])
-            if one["type"] == "PodScheduled" and one["status"] == "False"
-        ),
-        "",
-    )
+    found = _unscheduled(pod)
+    return f"not scheduled: {found.get('message', found.get('reason', ''))}" if found else ""
 
 
-def waits_in_vain(pod: Manifest) -> str:
-    """What the pod waits for that will not come by itself, in the words of scheduler or kubelet; empty if nothing."""
+def waits_in_vain(pod: Manifest) -> RolloutFailure | None:
+    """What the pod waits for that will not come by itself, in the words of scheduler or kubelet; None if nothing."""
+    name = pod["metadata"]["name"]
+    if unscheduled := _unscheduled(pod):
+        return RolloutFailure(pod=name, reasons=(unscheduled.get("reason", ""),), message=not_scheduled(pod))
     waits = [
         (container["name"], container["state"]["waiting"])
         for container in _container_statuses(pod)
         if container.get("state", {}).get("waiting", {}).get("reason", PASSING_WAITS[0]) not in PASSING_WAITS
     ]
-    said = [": ".join(filter(None, (f"{name} {wait['reason']}", wait.get("message")))) for name, wait in waits]
-    return not_scheduled(pod) or "; ".join(said)
+    if not waits:
+        return None
+    said = [
+        ": ".join(filter(None, (f"{container} {wait['reason']}", wait.get("message")))) for container, wait in waits
+    ]
+    return RolloutFailure(pod=name, reasons=tuple(wait["reason"] for _, wait in waits), message="; ".join(said))
 
 
 def _container_statuses(pod: Manifest) -> Iterable[Manifest]:

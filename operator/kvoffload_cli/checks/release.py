@@ -81,13 +81,14 @@ def rollout_is_unfinished(facts: ClusterFacts) -> Found:
 
 def mend_rollout(workload: Workload) -> str:
     """What helps new pods that do not run, by what the first of them says; and the way back."""
-    there, why = f"kubectl -n {workload.namespace}", workload.failures[0]
+    there, failure = f"kubectl -n {workload.namespace}", workload.failures[0]
     mend = f"{there} describe deployment {workload.name}"
-    if "Image" in why:
+    if failure.lacks_image:
         mend = MEND_IMAGE
-    elif why.startswith("pod "):
-        pod = why.removeprefix("pod ").partition(":")[0]
-        mend = f"{there} logs {pod} --previous" if "CrashLoopBackOff" in why else f"{there} describe pod {pod}"
+    elif failure.ends_at_once:
+        mend = f"{there} logs {failure.pod} --previous"
+    elif failure.pod:
+        mend = f"{there} describe pod {failure.pod}"
     return f"{mend}; or, after an upgrade, go back: helm rollback {workload.release} -n {workload.namespace} --wait"
 
 

@@ -438,6 +438,26 @@ def test_new_pods_of_operator_or_webhook_that_do_not_run_are_one_error(
     assert found.remedy.endswith(BACK)
 
 
+WORDS = "pod x: Image y is not allowed, CrashLoopBackOff"
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (waiting("CreateContainerError", WORDS), "describe pod new-pod"),
+        ({"conditions": [NO_NODE | {"message": WORDS}]}, "describe pod new-pod"),
+        ({}, "describe deployment kvoffload-operator"),
+    ],
+)
+def test_what_helps_follows_from_the_reason_and_from_no_words_of_a_message(status: dict[str, Any], remedy: str) -> None:
+    refused = {"type": "ReplicaFailure", "status": "True", "message": WORDS}
+    objects = upgraded("operator", conditions=[refused])
+    objects["/api/v1/pods"].append(pod_of("operator", **status))
+    (found,) = findings_of(objects)
+    assert found.message.endswith(WORDS)
+    assert found.remedy == f"kubectl -n {SYSTEM} {remedy}{BACK}"
+
+
 def test_an_image_that_is_not_there_is_said_where_no_old_pod_serves_too() -> None:
     objects = upgraded("operator", ready=0)
     objects["/api/v1/pods"].append(pod_of("operator", **waiting("ErrImagePull", "no image x:nope")))
