@@ -18,9 +18,8 @@ from kvoffload.api.keys import (
     REPLICATED_LAYOUT_ANNOTATION,
     SKIP_REASON_ANNOTATION,
 )
-from kvoffload.api.model import read_metadata
 from kvoffload.api.opt_in import came_label_late
-from kvoffload.api.pool import KVOffloadPool, KVOffloadPoolSpec, KVOffloadPoolStatus, PageSize
+from kvoffload.api.pool import KVOffloadPoolSpec, KVOffloadPoolStatus, PageSize
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.errors import InvalidSpec
 from kvoffload.units import parse_quantity
@@ -106,14 +105,16 @@ class ObservedPod:
 
 @dataclass(frozen=True, slots=True)
 class ObservedPool:
-    """A pool as stored; `pool` is None where its spec is not valid for this version, and `problem` says why."""
+    """A pool as stored."""
 
     name: str
     uid: str
     generation: int
     deleting: bool
-    pool: KVOffloadPool | None
+    spec: KVOffloadPoolSpec | None
+    """None where it is not valid for this version."""
     problem: str
+    """Why the spec is not valid; empty where it is."""
     spec_fields: frozenset[str]
     """Names of the fields that the API server stored: an older CRD prunes those that it does not know."""
     status: KVOffloadPoolStatus = field(default_factory=KVOffloadPoolStatus)
@@ -213,11 +214,9 @@ def observe_pod(manifest: Manifest) -> ObservedPod:
 def observe_pool(manifest: Manifest) -> ObservedPool:
     """Facts of a pool; a spec that does not parse is a fact too."""
     metadata = manifest["metadata"]
-    pool, problem = None, ""
-    status = _read_pool_status(manifest)
+    spec, problem = None, ""
     try:
         spec = KVOffloadPoolSpec.model_validate(manifest.get("spec", {}))
-        pool = KVOffloadPool(**read_metadata(dict(manifest)), spec=spec, status=status)
     except ValidationError as error:
         problem = describe_spec_error(error)
     return ObservedPool(
@@ -225,10 +224,10 @@ def observe_pool(manifest: Manifest) -> ObservedPool:
         uid=metadata["uid"],
         generation=metadata["generation"],
         deleting="deletionTimestamp" in metadata,
-        pool=pool,
+        spec=spec,
         problem=problem,
         spec_fields=frozenset(manifest.get("spec", {})),
-        status=status,
+        status=_read_pool_status(manifest),
     )
 
 

@@ -321,8 +321,8 @@ class Operator:
                 metrics.pool_degraded.labels(pool=pool.name, reason=reason).set(count)
             for state, count in pool.status.nodes.model_dump().items():
                 metrics.pool_nodes.labels(pool=pool.name, state=state).set(count)
-            if pool.pool is not None:
-                metrics.pool_active.labels(pool=pool.name).set(pool.pool.spec.mode is Mode.ACTIVE)
+            if pool.spec is not None:
+                metrics.pool_active.labels(pool=pool.name).set(pool.spec.mode is Mode.ACTIVE)
 
 
 def note_failure(task: str, subject: str, error: Exception, delay_seconds: float) -> None:

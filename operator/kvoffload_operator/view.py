@@ -167,7 +167,7 @@ class ClusterView:
             names |= {
                 pool.name
                 for pool in self.pools.values()
-                if pool.pool is None or node_matches(node, pool.pool.spec.node_selector)
+                if pool.spec is None or node_matches(node, pool.spec.node_selector)
             }
         return Dirty(pools=frozenset(names))
 

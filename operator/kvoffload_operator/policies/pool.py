@@ -54,14 +54,14 @@ def overlaps_another(
     One that only observes takes none.
     """
     overlaps = []
-    if pool.pool is None or pool.pool.spec.mode is Mode.OBSERVE:
+    if pool.spec is None or pool.spec.mode is Mode.OBSERVE:
         return None
     for other in sorted(pools.values(), key=lambda one: one.name):
-        if other.name == pool.name or other.pool is None or other.deleting:
+        if other.name == pool.name or other.spec is None or other.deleting:
             continue
-        if other.pool.spec.mode is Mode.OBSERVE:
+        if other.spec.mode is Mode.OBSERVE:
             continue
-        shared = sum(node_matches(node, other.pool.spec.node_selector) for node in matching)
+        shared = sum(node_matches(node, other.spec.node_selector) for node in matching)
         if shared:
             overlaps.append(f"{other.name} on {shared} nodes")
     if not overlaps:

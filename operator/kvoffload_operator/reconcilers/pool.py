@@ -18,7 +18,7 @@ from kvoffload.api.keys import (
     daemon_node_label,
     ready_node_label,
 )
-from kvoffload.api.pool import Fallback, KVOffloadPool, KVOffloadPoolStatus, Mode
+from kvoffload.api.pool import Fallback, KVOffloadPoolSpec, KVOffloadPoolStatus, Mode
 from kvoffload.api.region import KVOffloadRegion
 from kvoffload.errors import KVOffloadError
 from kvoffload_operator.events import EventRecorder, Regarding
@@ -95,22 +95,19 @@ class PoolPlan:
 
 def plan_pool(facts: PoolFacts, options: DaemonSetOptions) -> PoolPlan:
     """Decide everything for one pool. Pure."""
-    observed = facts.pool
+    observed, spec = facts.pool, facts.pool.spec
     problems = [observed.problem] if observed.problem else []
-    if observed.pool is not None:
-        errors = (*validate_pool_name(observed.name), *validate_pool_spec(observed.pool.spec).errors)
+    if spec is not None:
+        errors = (*validate_pool_name(observed.name), *validate_pool_spec(spec).errors)
         problems = [str(error) for error in errors]
-    if observed.pool is None or problems:
+    if spec is None or problems:
         status = build_invalid_status(observed, "; ".join(problems), facts.now)
         return PoolPlan(None, (), (), {}, _if_changed(observed, status))
-    spec = observed.pool.spec
     matching = [node for node in facts.nodes if node_matches(node, spec.node_selector)]
     names = {node.name for node in matching}
     may_create = spec.mode is not Mode.OBSERVE
     node_plans = tuple(
-        plan_node(
-            _node_facts(facts, observed.pool, node), pool=observed.name, pool_uid=observed.uid, may_create=may_create
-        )
+        plan_node(_node_facts(facts, spec, node), pool=observed.name, pool_uid=observed.uid, may_create=may_create)
         for node in matching
     )
     capacity_bytes = _pod_capacity(spec.capacity, facts)
@@ -193,23 +190,23 @@ def _rollout_message(current: ObservedDaemonSet | None, pod_capacity: int, capac
     return ""
 
 
-def _node_facts(facts: PoolFacts, pool: KVOffloadPool, node: ObservedNode) -> NodeFacts:
+def _node_facts(facts: PoolFacts, spec: KVOffloadPoolSpec, node: ObservedNode) -> NodeFacts:
     others = sum(
-        other.pool.spec.capacity
+        other.spec.capacity
         for other in facts.pools.values()
-        if other.name != pool.name
-        and other.pool is not None
-        and other.pool.spec.page_size is pool.spec.page_size
-        and other.pool.spec.fallback is Fallback.NONE
+        if other.name != facts.pool.name
+        and other.spec is not None
+        and other.spec.page_size is spec.page_size
+        and other.spec.fallback is Fallback.NONE
         and daemon_node_label(other.name) in node.labels
     )
     return NodeFacts(
         node=node,
-        spec=pool.spec,
+        spec=spec,
         region=facts.regions.get(node.name),
         daemon_pod=facts.daemon_pods.get(node.name) if facts.daemon_pods is not None else None,
         all_available=facts.daemon_pods is None,
-        labelled=daemon_node_label(pool.name) in node.labels,
+        labelled=daemon_node_label(facts.pool.name) in node.labels,
         bytes_of_other_pools=others,
         now=facts.now,
         silence_seconds=facts.silence_seconds,
