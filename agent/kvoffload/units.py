@@ -62,7 +62,10 @@ def exact_quantity(value: str) -> Fraction:
     elif _EXPONENT.match(suffix):
         number *= Fraction(10) ** int(suffix[1:])
     else:
-        raise InvalidSpec(f"{value!r} has an unknown suffix {suffix!r}; write Ki, Mi, Gi, Ti, k, M, G or T")
+        raise InvalidSpec(
+            f"{value!r} has an unknown suffix {suffix!r}; write Ki, Mi, Gi, Ti, Pi, Ei (powers of 1024), k, M, G, T, "
+            "P, E (of 1000), or bytes without a suffix"
+        )
     return -number if sign == "-" else number
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, computed_field
 from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
 
 from kvoffload.errors import InvalidSpec
 from kvoffload.units import QUANTITY_PATTERN, parse_quantity, round_bytes
@@ -60,7 +61,8 @@ def _quantity(value: Any) -> Any:
         try:
             return parse_quantity(value)
         except InvalidSpec as error:
-            raise ValueError(str(error)) from error
+            # unlike a ValueError's, its words reach people without a prefix
+            raise PydanticCustomError("quantity", "{words}", {"words": str(error)}) from error
     return value
 
 

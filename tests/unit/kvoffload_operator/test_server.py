@@ -215,6 +215,17 @@ async def test_validation_tells_all_errors_at_once_and_warns_of_what_may_surpris
     assert (count_pools("refused"), count_pools("allowed")) == (before[0] + 1, before[1] + 1)
 
 
+async def test_a_unit_that_is_none_is_one_message_with_those_that_are() -> None:
+    response = await post(
+        Reader(), "/validate-pools", {"request": {"uid": "u-1", "object": {"spec": {"capacity": "256MB"}}}}
+    )
+    assert response["allowed"] is False
+    assert response["status"]["message"] == (
+        "spec.capacity: '256MB' has an unknown suffix 'MB'; write Ki, Mi, Gi, Ti, Pi, Ei (powers of 1024), k, M, G, T, "
+        "P, E (of 1000), or bytes without a suffix"
+    )
+
+
 class Clock:
     now = 0.0
 
