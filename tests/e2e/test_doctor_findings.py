@@ -19,8 +19,10 @@ import yaml
 
 from e2e.control_plane import ControlPlane, render_chart, running_control_plane
 from e2e.operator_pools import pool_manifest
-from fixtures.cli.cluster import SYSTEM, FixtureReader, Object, ailing
-from fixtures.cli.cluster import pod as fixture_pod
+from fixtures.cli.cluster import ailing
+from fixtures.cli.pods import pod as fixture_pod
+from fixtures.cli.reader import FixtureReader
+from fixtures.cli.scene import SYSTEM, Object
 from kvoffload.api.schema import build_crds
 from kvoffload_cli.checks import run_checks
 from kvoffload_cli.kube import ClusterReader

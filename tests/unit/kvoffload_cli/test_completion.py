@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.cli.cluster import FixtureReader, healthy, pod
+from fixtures.cli.cluster import healthy
+from fixtures.cli.pods import pod
+from fixtures.cli.reader import FixtureReader
 from kvoffload_cli import completion
 from kvoffload_cli.completion import DEFAULT, NO_FILES, complete
 from kvoffload_cli.kube import ClusterReader, ClusterUnavailable

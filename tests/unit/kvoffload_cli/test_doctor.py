@@ -6,25 +6,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import (
-    CERTIFICATE,
-    NOW,
-    SYSTEM,
-    WEBHOOK_POD,
-    Authority,
-    FixtureReader,
-    Object,
-    ailing,
-    daemon,
-    deployment,
-    healthy,
-    mount_failure,
-    node,
-    pod,
-    pool,
-    webhook_pod,
-)
-from fixtures.cli.cluster import webhook_configuration as configuration
+from fixtures.cli.cluster import ailing, healthy
+from fixtures.cli.pods import daemon, mount_failure, node, pod
+from fixtures.cli.pools import pool
+from fixtures.cli.reader import FixtureReader
+from fixtures.cli.release import CERTIFICATE, WEBHOOK_POD, Authority, deployment, webhook_pod
+from fixtures.cli.release import webhook_configuration as configuration
+from fixtures.cli.scene import NOW, SYSTEM, Object
 from kvoffload.api.pool import KVOffloadPoolSpec
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks

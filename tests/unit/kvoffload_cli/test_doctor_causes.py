@@ -6,25 +6,12 @@ from typing import Any
 
 import pytest
 
-from fixtures.cli.cluster import (
-    CERTIFICATE,
-    NOW,
-    SERVING,
-    SYSTEM,
-    FixtureReader,
-    Object,
-    condition,
-    creation_failure,
-    daemon,
-    daemonset,
-    deployment,
-    healthy,
-    mount_failure,
-    node,
-    pod,
-    pool,
-    region,
-)
+from fixtures.cli.cluster import SERVING, healthy
+from fixtures.cli.pods import creation_failure, daemon, daemonset, mount_failure, node, pod
+from fixtures.cli.pools import condition, pool, region
+from fixtures.cli.reader import FixtureReader
+from fixtures.cli.release import CERTIFICATE, deployment
+from fixtures.cli.scene import NOW, SYSTEM, Object
 from hack.cache import REPOSITORY
 from kvoffload.api import keys
 from kvoffload_cli import doctor

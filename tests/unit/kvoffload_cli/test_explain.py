@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import NOW, SYSTEM, FixtureReader, ailing, deployment, engine, healthy, pod, pool
+from fixtures.cli.cluster import ailing, healthy
+from fixtures.cli.pods import pod
+from fixtures.cli.pools import engine, pool
+from fixtures.cli.reader import FixtureReader
+from fixtures.cli.release import deployment
+from fixtures.cli.scene import NOW, SYSTEM
 from kvoffload.api.keys import SkipReason
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.explain import as_document, explain_pod, render

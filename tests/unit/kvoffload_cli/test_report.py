@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import (
-    CERTIFICATE,
-    NOW,
-    SYSTEM,
-    WEBHOOK_POD,
-    FixtureReader,
-    Object,
-    daemon,
-    healthy,
-    pod,
-    webhook_pod,
-)
+from fixtures.cli.cluster import healthy
+from fixtures.cli.pods import daemon, pod
+from fixtures.cli.reader import FixtureReader
+from fixtures.cli.release import CERTIFICATE, WEBHOOK_POD, webhook_pod
+from fixtures.cli.scene import NOW, SYSTEM, Object
 from kvoffload.api import keys
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli import report

@@ -6,7 +6,10 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import NOW, FixtureReader, ailing, deployment, healthy
+from fixtures.cli.cluster import ailing, healthy
+from fixtures.cli.reader import FixtureReader
+from fixtures.cli.release import deployment
+from fixtures.cli.scene import NOW
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli import status
 from kvoffload_cli.kube import ClusterUnavailable

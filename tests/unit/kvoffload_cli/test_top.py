@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fixtures.cli.cluster import NOW, SYSTEM, FixtureReader, healthy
+from fixtures.cli.cluster import healthy
+from fixtures.cli.reader import FixtureReader
+from fixtures.cli.scene import NOW, SYSTEM
 from kvoffload_cli import top
 from kvoffload_cli.top import NodeSample, observe_samples, parse_metrics, rate
 
