@@ -10,6 +10,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from e2e.control_plane import control_plane as control_plane
 from e2e.daemon_pod import ContainerView, Roll, roll_under_load, view_containers
+from e2e.troubles import alone as alone
+from e2e.troubles import troubled as troubled
 from e2e.user_tools import ToolOutputs, use_tools
 from e2e.zeroing import zero_region_pages
 from hack.cache import REPOSITORY
@@ -122,3 +124,11 @@ def demo_result(release: Stage) -> DemoResult:
         tools=tools[0],
         kubernetes=release.kubernetes,
     )
+
+
+@pytest.fixture
+def tools(demo_result: DemoResult) -> ToolOutputs:
+    """What the plugin and the dashboard said while both servers ran."""
+    if isinstance(demo_result.tools, Exception):
+        raise demo_result.tools
+    return demo_result.tools

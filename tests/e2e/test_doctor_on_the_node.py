@@ -59,9 +59,11 @@ COVERED_PAGES = 8
 POOL_CRD = "kvoffloadpools.kvoffload.io"
 ELSEWHERE = {
     "daemon_pods_are_refused": (
-        "test_cli.py::test_doctor_finds_that_pod_security_refuses_the_daemons_and_its_remedy_helps"
+        "test_cli_doctor.py::test_doctor_finds_that_pod_security_refuses_the_daemons_and_its_remedy_helps"
     ),
-    "rollout_is_unfinished": "test_cli.py::test_doctor_names_an_upgrade_whose_image_is_missing_and_its_way_back_is_one",
+    "rollout_is_unfinished": (
+        "test_cli_doctor.py::test_doctor_names_an_upgrade_whose_image_is_missing_and_its_way_back_is_one"
+    ),
 }
 """Checks that another test of this cluster provokes, and which."""
 LEFT_ALONE = """\

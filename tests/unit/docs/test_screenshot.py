@@ -39,5 +39,5 @@ def test_where_many_series_happened_each_has_its_own_colour_and_no_others_are_co
 
 
 def test_the_committed_picture_is_of_the_panels_and_queries_of_now() -> None:
-    remedy = "run tests/e2e/test_cli.py -k dashboard, and copy build/demo/dashboard.png and .json to docs/images"
+    remedy = "run tests/e2e/test_dashboard.py, and copy build/demo/dashboard.png and .json to docs/images"
     assert json.loads(label_of(PICTURE).read_text()) == build_label(PICTURE), remedy
