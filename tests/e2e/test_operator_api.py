@@ -90,6 +90,18 @@ def test_a_bad_pool_is_refused_with_field_value_and_remedy(
         assert words in answer, answer
 
 
+@pytest.mark.parametrize("capacity", ["256MB", "many", "256 Mi"])
+def test_a_capacity_that_is_no_quantity_is_one_message_with_the_units_that_are(
+    control_plane: ControlPlane, capacity: str
+) -> None:
+    answer = try_apply(control_plane, pool(capacity=capacity))
+    assert answer.count("Invalid value") == 1, answer
+    assert (
+        f"{capacity} is no quantity; write Ki, Mi, Gi, Ti, Pi, Ei (powers of 1024), k, M, G, T, P, E (of 1000), or "
+        "bytes without a suffix"
+    ) in answer
+
+
 @pytest.fixture
 def stored(control_plane: ControlPlane) -> Iterator[str]:
     control_plane.apply(pool(nodeSelector={"nowhere": "yes"}))

@@ -209,6 +209,11 @@ class Quota(ApiModel):
     )
 
 
+def _without_pattern(schema: dict[str, Any]) -> None:
+    """A rule says it better (`pool_rules.SPEC_RULES`): with both, what is no quantity would be refused twice."""
+    del schema["pattern"]
+
+
 class KVOffloadPoolSpec(ApiModel):
     """What an administrator asks for: one region of huge pages on each matching node."""
 
@@ -227,7 +232,8 @@ class KVOffloadPoolSpec(ApiModel):
     )
     capacity: Quantity = Field(
         description="capacity is the bytes of huge pages on each node, a multiple of pageSize. Growing takes pages "
-        "that are free on the node; shrinking waits for leased blocks and frees the rest."
+        "that are free on the node; shrinking waits for leased blocks and frees the rest.",
+        json_schema_extra=_without_pattern,
     )
     page_size: PageSize = Field(
         default=PageSize.MI_2, description="pageSize of the huge pages, 2Mi or 1Gi. Cannot be changed."

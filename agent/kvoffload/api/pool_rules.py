@@ -33,6 +33,15 @@ QUOTA_RULES: list[dict[str, str]] = [
     }
 ]
 
+_IS_CAPACITY = "(type(self.capacity) == int || isQuantity(self.capacity))"
+_UNITS_TAKEN = "write Ki, Mi, Gi, Ti, Pi, Ei (powers of 1024), k, M, G, T, P, E (of 1000), or bytes without a suffix"
+
+
+def _of_capacity(rule: str) -> str:
+    """CEL: the rule, of a capacity that is a quantity at all; of another one it would fail, as one more message."""
+    return f"!{_IS_CAPACITY} || ({rule})"
+
+
 _PAGE = "(self.pageSize == '1Gi' ? 1073741824 : 2097152)"
 _CAPACITY = _bytes("self.capacity")
 _NEAREST = f"({_CAPACITY} < {_PAGE} ? 1 : {_CAPACITY} / {_PAGE})"
@@ -43,16 +52,24 @@ _GUARANTEED = f"self.quotas.map(q, {_bytes('q.guaranteed')}).sum()"
 
 SPEC_RULES: list[dict[str, str]] = [
     {
+        "rule": _IS_CAPACITY,
+        "messageExpression": f"'%s is no quantity; {_UNITS_TAKEN}'.format([self.capacity])",
+        "message": f"capacity must be a quantity; {_UNITS_TAKEN}",
+        "fieldPath": ".capacity",
+    },
+    {
         # compared as a quantity: what is more than int64 has no exact int to compare
-        "rule": f"type(self.capacity) == int ? int(self.capacity) <= {MAX_BYTE_COUNT} : "
-        "quantity(self.capacity).compareTo(quantity('1Ei')) <= 0",
+        "rule": _of_capacity(
+            f"type(self.capacity) == int ? int(self.capacity) <= {MAX_BYTE_COUNT} : "
+            "quantity(self.capacity).compareTo(quantity('1Ei')) <= 0"
+        ),
         "messageExpression": "'%s is more than 1Ei, the most that a node can give: lower capacity'"
         ".format([self.capacity])",
         "message": "capacity must not exceed 1Ei: lower it",
         "fieldPath": ".capacity",
     },
     {
-        "rule": f"{_is_whole('self.capacity')} && {_CAPACITY} > 0 && {_CAPACITY} % {_PAGE} == 0",
+        "rule": _of_capacity(f"{_is_whole('self.capacity')} && {_CAPACITY} > 0 && {_CAPACITY} % {_PAGE} == 0"),
         # one format() of a literal: the cost of concatenating what it gives would be taken for boundless
         "messageExpression": "'%s is not a positive multiple of the page size %s: the nearest multiples are %d%s and "
         f"%d%s'.format([self.capacity, self.pageSize, {_NEAREST} * {_UNITS}, {_UNIT}, ({_NEAREST} + 1) * {_UNITS}, "
@@ -61,7 +78,7 @@ SPEC_RULES: list[dict[str, str]] = [
         "fieldPath": ".capacity",
     },
     {
-        "rule": f"{_GUARANTEED} <= {_CAPACITY}",
+        "rule": _of_capacity(f"{_GUARANTEED} <= {_CAPACITY}"),
         "messageExpression": f"[{_GUARANTEED}].map(g, '%d%s are guaranteed in all, the capacity is %s: raise capacity "
         "or lower guaranteed'.format([g % 1073741824 == 0 ? g / 1073741824 : g % 1048576 == 0 ? g / 1048576 : g, "
         "g % 1073741824 == 0 ? 'Gi' : g % 1048576 == 0 ? 'Mi' : ' bytes', self.capacity]))[0]",
