@@ -89,12 +89,24 @@ class DaemonPod:
     phase: str
     is_ready: bool
     num_restarts: int
-    waiting: str
-    """Why a container waits or the pod is not scheduled, empty if neither."""
+    unscheduled: str = ""
+    """Why the pod has no node, in the scheduler's words; empty where it has one, or is about to."""
+    waits: tuple[tuple[str, str], ...] = ()
+    """Containers that wait, each with the kubelet's reason."""
     is_deleting: bool = False
     created_at: datetime | None = None
     mount_failure: str = ""
     """The kubelet's last words about a volume that it cannot mount, empty where the pod is ready or there are none."""
+
+    @property
+    def waiting(self) -> str:
+        """What it waits for, for people; empty if nothing."""
+        return self.unscheduled or ", ".join(f"{container} {reason}" for container, reason in self.waits)
+
+    @property
+    def lacks_image(self) -> bool:
+        """Whether a container does not get its image."""
+        return any("Image" in reason for _, reason in self.waits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,13 @@ def last_end(pod: Manifest) -> str:
 
 def waiting_reasons(pod: Manifest) -> str:
     """Why containers wait: `vllm CrashLoopBackOff`; empty where none does."""
-    return ", ".join(
-        f"{container['name']} {container['state']['waiting'].get('reason', 'waits')}"
+    return ", ".join(f"{container} {reason}" for container, reason in container_waits(pod))
+
+
+def container_waits(pod: Manifest) -> tuple[tuple[str, str], ...]:
+    """Containers that wait, each with the kubelet's reason."""
+    return tuple(
+        (container["name"], container["state"]["waiting"].get("reason", "waits"))
         for container in _container_statuses(pod)
         if "waiting" in container.get("state", {})
     )
@@ -136,7 +141,8 @@ def daemon_pod(pod: Manifest, *, mount_failure: str = "") -> DaemonPod:
         phase=status.get("phase", "Pending"),
         is_ready=has_condition(status, "Ready"),
         num_restarts=sum(container.get("restartCount", 0) for container in containers),
-        waiting=not_scheduled(pod) or waiting_reasons(pod),
+        unscheduled=not_scheduled(pod),
+        waits=container_waits(pod),
         is_deleting="deletionTimestamp" in pod["metadata"],
         created_at=timestamp(pod["metadata"]["creationTimestamp"]),
         mount_failure="" if has_condition(status, "Ready") else mount_failure,

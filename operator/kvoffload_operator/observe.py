@@ -4,7 +4,7 @@ Manifests end here: `observe_*` turns each into a small fact, so that what is co
 nodes, and planned from is exactly what matters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -240,7 +240,12 @@ def _read_pool_status(manifest: Manifest) -> KVOffloadPoolStatus:
 
 def describe_spec_error(error: ValidationError) -> str:
     """Every field that this version cannot read, with what is wrong with it."""
-    return "; ".join(f"spec.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+    return "; ".join(f"spec{_path(one['loc'])}: {one['msg']}" for one in error.errors(include_url=False))
+
+
+def _path(location: Iterable[int | str]) -> str:
+    """As the API server writes it: `.quotas[0].limit`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
 
 
 def observe_region(manifest: Manifest) -> KVOffloadRegion:

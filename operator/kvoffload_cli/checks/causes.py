@@ -72,8 +72,9 @@ def counts_missing_pages(facts: ClusterFacts, *, pool: str, node: str) -> bool:
 
 def fails(pod: DaemonPod) -> bool:
     """Whether the pod waits for something that will not come by itself."""
-    waits = pod.waiting.split(", ") if pod.waiting else []
-    return pod.phase == "Failed" or bool(pod.mount_failure) or any(not wait.endswith(PASSING_WAITS) for wait in waits)
+    if pod.phase == "Failed" or pod.mount_failure or pod.unscheduled:
+        return True
+    return any(reason not in PASSING_WAITS for _, reason in pod.waits)
 
 
 def is_passing(facts: ClusterFacts, *, pool: str, node: str) -> bool:

@@ -132,7 +132,7 @@ def daemon_does_not_run(facts: ClusterFacts) -> Found:
             why = ": ".join(filter(None, (pod.waiting, pod.mount_failure))) or "not ready"
             message = f"{pod.phase} on node {pod.node or '(none)'}: {why}"
             remedy = f"kubectl -n {pod.namespace} describe pod {pod.name}"
-            if "Image" in pod.waiting:
+            if pod.lacks_image:
                 remedy = f"{MEND_IMAGE}; the kubelet's words: {remedy}"
             yield Severity.ERROR, subject, message, remedy
         if pod.num_restarts >= MANY_RESTARTS:
@@ -146,7 +146,7 @@ def daemon_is_explained(facts: ClusterFacts, pod: DaemonPod) -> bool:
     if is_passing(facts, **place):
         return True
     if fails(pod):
-        return "hugepages" in pod.waiting and is_short_by_name(facts, **place)
+        return "hugepages" in pod.unscheduled and is_short_by_name(facts, **place)
     region = facts.region(**place)
     return region is not None and not region.deleting and speaks_of_itself(region)
 
