@@ -46,7 +46,11 @@ demo-down: cluster-down ## give back everything that the demo and the cluster to
 
 # ---------------------------------------------------------------- tests
 .PHONY: test lint test-unit test-engine test-e2e test-gpu test-long bench docs generate
-test: lint test-unit test-engine test-e2e ## everything: lint, types, unit, property, real vLLM, real cluster
+test: lint test-unit ## everything: lint, types, unit, property, real vLLM, real cluster (which mostly waits: beside vLLM)
+	$(PYTHON) -m hack.vllm environment
+	$(PYTHON) -m hack.cluster up
+	$(PYTEST) --numprocesses=4 --dist=loadscope -m "(engine or e2e) and not long and not alone" tests/engine tests/e2e
+	$(PYTEST) -m "alone and not long" tests/engine
 	@echo "all passed, in $$(( ($$(date +%s) - $(STARTED)) / 60 )) min"
 
 lint: $(SYNCED) ## style, types, import contracts

@@ -4,13 +4,16 @@ What is found through the API server must be what is found in the fixture itself
 a real node `test_doctor_on_the_node.py` causes every finding.
 """
 
+import contextlib
 import copy
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ import yaml
 
 from e2e.control_plane import ControlPlane, render_chart, running_control_plane
 from e2e.operator_pools import pool_manifest
+from e2e.webhook_replicas import host_address
 from fixtures.cli.cluster import ailing
 from fixtures.cli.pods import pod as fixture_pod
 from fixtures.cli.reader import FixtureReader
+from fixtures.cli.release import CERTIFICATE, WEBHOOK_POD
 from fixtures.cli.scene import SYSTEM, Object
+from kvoffload.api.keys import CERTIFICATE_PATH
 from kvoffload.api.schema import build_crds
 from kvoffload_cli.checks import run_checks
 from kvoffload_cli.kube import ClusterReader
@@ -37,7 +43,6 @@ KINDS = {
     "/api/v1/pods": ("v1", "Pod"),
     f"/api/v1/namespaces/{SYSTEM}/events": ("v1", "Event"),
     "/apis/apps/v1/deployments": ("apps/v1", "Deployment"),
-    f"/api/v1/namespaces/{SYSTEM}/secrets": ("v1", "Secret"),
     f"{ADMISSION}/mutatingwebhookconfigurations": (
         "admissionregistration.k8s.io/v1",
         "MutatingWebhookConfiguration",
@@ -118,6 +123,35 @@ def create_all(plane: ControlPlane, objects: dict[str, Any]) -> None:
                 )
 
 
+@contextlib.contextmanager
+def webhook_listening(objects: dict[str, Any]) -> Iterator[None]:
+    """The fixture's webhook pod as one that can be asked: at an address of this machine, where its certificate is."""
+    certificate = objects.pop(CERTIFICATE).encode()
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == CERTIFICATE_PATH else 404)
+            self.end_headers()
+            self.wfile.write(certificate)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer((host_address(), 0), Pages) as server:
+        address, port = server.server_address[:2]
+        (pod,) = (one for one in objects["/api/v1/pods"] if one["metadata"]["name"] == WEBHOOK_POD)
+        pod["spec"]["containers"][0]["ports"][0]["containerPort"] = port
+        pod["status"] |= {"podIP": address, "podIPs": [{"ip": address}]}
+        objects[CERTIFICATE.replace(":9422", f":{port}")] = certificate.decode()
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture(scope="module")
 def ailing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ControlPlane, dict[str, Any]]]:
     """An API server that holds the ailing cluster, and the objects."""
@@ -128,8 +162,9 @@ def ailing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Co
         plane.kubectl("create", "-f", "-", stdin=yaml.safe_dump_all(older_crds()))
         names = [f"crd/{crd['metadata']['name']}" for crd in older_crds()]
         plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
-        create_all(plane, objects)
-        yield plane, objects
+        with webhook_listening(objects):
+            create_all(plane, objects)
+            yield plane, objects
 
 
 def run_doctor(kubeconfig: Path) -> tuple[int, dict[str, Any]]:
@@ -237,7 +272,8 @@ def test_the_doctor_roles_are_what_doctor_and_top_need_and_change_nothing(
     for verb in ("create", "update", "patch", "delete"):
         for kind in ("kvpool", "kvregion", "pods", "nodes", "deployments", "secrets", "events"):
             assert not can(plane, "doctor", verb, kind, "-n", SYSTEM), f"{verb} {kind}"
-    assert not can(plane, "doctor", "get", "secrets", "-n", SYSTEM), "any but the webhook's"
+    for secret in ("secrets", "secrets/kvoffload-webhook-tls"):
+        assert not can(plane, "doctor", "get", secret, "-n", SYSTEM)
 
 
 def test_the_editor_role_makes_pools_and_only_reads_regions(
