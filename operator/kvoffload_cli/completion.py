@@ -16,7 +16,7 @@ from kvoffload.errors import KVOffloadError
 from kvoffload_cli.__main__ import app
 from kvoffload_cli.kube import ClusterReader, Reader
 from kvoffload_cli.models import packaged_models
-from kvoffload_cli.observe import POOLS
+from kvoffload_cli.observation import POOLS
 from kvoffload_cli.output import OutputFormat
 from kvoffload_cli.sizing import PAGE_BYTES
 

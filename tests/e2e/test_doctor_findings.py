@@ -32,7 +32,8 @@ from kvoffload.api.keys import CERTIFICATE_PATH
 from kvoffload.api.schema import build_crds
 from kvoffload_cli.checks import run_checks
 from kvoffload_cli.kube import ClusterReader
-from kvoffload_cli.observe import ADMISSION, POOLS, REGIONS, observe_cluster, serves_pools
+from kvoffload_cli.observation import POOLS, REGIONS
+from kvoffload_cli.observe import ADMISSION, observe_cluster, serves_pools
 
 pytestmark = pytest.mark.e2e
 

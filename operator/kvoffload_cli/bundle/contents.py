@@ -22,9 +22,11 @@ from kvoffload_cli.bundle.texts import add_texts, urgency
 from kvoffload_cli.checks import run_checks
 from kvoffload_cli.facts import ClusterFacts
 from kvoffload_cli.kube import Reader
-from kvoffload_cli.observe import ADMISSION, CRDS, DAEMONSETS, NODES, PODS, POOLS, REGIONS, happened_at, observe_cluster
+from kvoffload_cli.observation import POOLS, REGIONS
+from kvoffload_cli.observe import ADMISSION, CRDS, DAEMONSETS, NODES, PODS, observe_cluster
 from kvoffload_cli.observe_pods import Manifest, labels_of
 from kvoffload_cli.observe_rights import DEPLOYMENTS, OURS
+from kvoffload_cli.observe_workloads import happened_at
 
 EVENTS, OF_OPERATOR = "/api/v1/events", "reportingComponent=kvoffload.io/operator"
 KEPT_NAMESPACES = frozenset({"default", "kube-system", "kube-public", "kube-node-lease"})

@@ -18,7 +18,8 @@ from kvoffload_cli import doctor
 from kvoffload_cli.checks import CHECKS, Finding, Severity, run_checks
 from kvoffload_cli.checks.nodes import KUBELET_PODS_VOLUME
 from kvoffload_cli.facts import ClusterFacts
-from kvoffload_cli.observe import ADMISSION, POOLS, PROBE_PATH, REGIONS, observe_cluster
+from kvoffload_cli.observation import POOLS, REGIONS
+from kvoffload_cli.observe import ADMISSION, PROBE_PATH, observe_cluster
 from kvoffload_cli.output import print_json
 from kvoffload_operator.resources.daemonset import build_daemonset
 from operator_builders import daemonset_options

@@ -16,7 +16,8 @@ from hack.cache import REPOSITORY
 from kvoffload.api import keys
 from kvoffload_cli import doctor
 from kvoffload_cli.checks import Finding, Severity, run_checks
-from kvoffload_cli.observe import ADMISSION, API, CRDS, POOLS, PROBE_PATH, REGIONS, observe_cluster
+from kvoffload_cli.observation import API, POOLS, REGIONS
+from kvoffload_cli.observe import ADMISSION, CRDS, PROBE_PATH, observe_cluster
 
 UNREADY = {"conditions": [condition("Ready", "False", "NoNodeReady", "0 of 1 nodes ready")], "nodes": {"matching": 1}}
 

@@ -18,7 +18,8 @@ from kvoffload.api.keys import SkipReason
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli.explain import as_document, explain_pod, render
 from kvoffload_cli.kube import ClusterReader
-from kvoffload_cli.observe import API, POOLS, REGIONS, observe_pod
+from kvoffload_cli.observation import API, POOLS, REGIONS
+from kvoffload_cli.observe import observe_pod
 from kvoffload_cli.output import print_json
 from kvoffload_cli.remedies import SKIP_REMEDIES
 

@@ -13,7 +13,8 @@ from fixtures.cli.scene import NOW
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli import status
 from kvoffload_cli.kube import ClusterUnavailable
-from kvoffload_cli.observe import API, POOLS, REGIONS, observe_pools, observe_status
+from kvoffload_cli.observation import API, POOLS, REGIONS
+from kvoffload_cli.observe import observe_pools, observe_status
 from kvoffload_cli.output import print_json
 
 
