@@ -37,7 +37,7 @@ def test_every_third_request_fails_and_the_pool_still_becomes_ready_and_goes(
     proxy.fault = fault  # from the operator's first request on
     with running_operator(control_plane, "faulty", url=proxy.url, resync_seconds="5"):
         control_plane.apply(pool_manifest("faults"))
-        make_ready(control_plane, "faults", seconds=90)
+        make_ready(control_plane, "faults", seconds=240)
         control_plane.kubectl("delete", "kvpool", "faults")
         wait_until(lambda: not leftovers(control_plane, ["faults"]), "everything of the pool to go", seconds=90)
     assert set(proxy.answered) == set(STATUSES), "each of them was met"
