@@ -5,14 +5,29 @@ import re
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from byte_engine import key_of
-from daemon_process import TestEngine, wait_until
+from byte_engine import key_of, pack
+from daemon_process import DaemonProcess, TestEngine, wait_until
 from hack.docs.metrics_page import write_host
 from kvoffload.errors import RefusalReason, SessionRefused
 from kvoffload.protocol.client import Session
-from kvoffload.protocol.messages import Drain, Generation, Lookup, Reserve, Reserved
+from kvoffload.protocol.messages import (
+    Assign,
+    Bind,
+    Bound,
+    Drain,
+    EngineReady,
+    Found,
+    Generation,
+    Lookup,
+    Mapped,
+    Reserve,
+    Reserved,
+    Seal,
+    build_reassertion,
+)
 from kvoffload_node.index.table import Eviction
 from kvoffload_node.session.engines import EndReason
 from small_pool import attach, fill, hello, hits, start
@@ -49,6 +64,64 @@ def test_after_a_weight_update_an_engine_shares_with_nobody(folder: Path) -> Non
         assert hits(second, mine) == 0
         first.close()
         second.close()
+
+
+def test_a_look_up_after_a_bind_that_was_refused_is_a_miss(folder: Path) -> None:
+    """A scheduler sends both at once, and its ranks may be lost meanwhile."""
+    with start(folder, None) as daemon:
+        scheduler = Session.connect(str(daemon.attach("pod")), hello())
+        scheduler.send(Bind(b"none", 32), Lookup(1, bytes(64)))
+        assert scheduler.wait_for(Found, 10) == Found(1, pack([-1, -1]))
+        scheduler.close()
+
+
+def test_slots_whose_keys_come_after_the_row_was_replaced_are_free_when_the_ranks_have_ended(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        engine = TestEngine(path, process=b"p" * 16)
+        engine.scheduler.send(Reserve(1, 2))
+        offsets = engine.scheduler.wait_for(Reserved, 10).offsets
+        daemon.write_spec(replicatedLayout="Never")
+        wait_until(lambda: _row_after_a_rank_came_again(path, engine).slot_bytes == 2 * 65536)
+        engine.scheduler.send(Assign(engine.epoch, offsets, bytes(64)))
+        for worker in engine.workers:
+            wait_until(lambda: _writing(daemon) == 2)
+            worker.send(Seal(engine.epoch, offsets))
+        wait_until(lambda: _writing(daemon) == 0)
+        engine.scheduler.send(Bind(b"none", 32))
+        assert engine.scheduler.wait_for(Bound, 10) == Bound(0)
+        engine.close()
+
+
+def test_slots_whose_assign_was_lost_with_the_connection_are_free_when_the_ranks_have_ended(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        engine = TestEngine(path, process=b"p" * 16)
+        engine.scheduler.send(Reserve(1, 3))
+        offsets = engine.scheduler.wait_for(Reserved, 10).offsets
+        told, unused = offsets[:16], offsets[16:]
+        assert unused
+        engine.workers[0].send(Seal(engine.epoch, told))
+        again = Session.connect(str(path), hello(engine_id="engine", world_size=2, process=b"p" * 15 + b"\0"))
+        again.send(*build_reassertion(engine.epoch, b"", told))
+        wait_until(lambda: _writing(daemon) == 2)
+        engine.workers[1].send(Seal(engine.epoch, told))
+        wait_until(lambda: _writing(daemon) == 0)
+        again.close()
+        engine.close()
+
+
+def _writing(daemon: DaemonProcess) -> float:
+    return daemon.metrics()['kvoffload_slots{state="writing"}']
+
+
+def _row_after_a_rank_came_again(path: Path, engine: TestEngine) -> EngineReady:
+    said = hello(engine_id="engine", role="worker", rank=0, world_size=2, part="all", part_bytes=65536)
+    before = engine.workers[0]
+    engine.workers[0] = Session.connect(str(path), msgspec.structs.replace(said, process=b"p" * 15 + b"\1"))
+    before.close()
+    engine.workers[0].send(Mapped())
+    return engine.workers[0].wait_for(EngineReady, 10)
 
 
 def test_a_paused_pool_sends_engines_away_and_keeps_their_cache(folder: Path) -> None:

@@ -214,6 +214,16 @@ class TenantIndex(SlotTable):
             if not write.pending and (rank < 0 or write.namespace is not None):
                 self._abandon(offset, write)
 
+    def assign_nothing(self, owner: WriteOwner, offsets: Iterable[int]) -> None:
+        """Ranks may have been told to write these slots, and which keys they are for will never be known: they are free
+        when every rank has sealed or failed them. Raises ProtocolError."""
+        for offset in offsets:
+            write = self._write_of(owner, offset)
+            if write.namespace is None:
+                write.namespace, write.failed = self.dropped, True
+                if not write.pending:
+                    self._abandon(offset, write)
+
     def end_writes(self, owner: WriteOwner, ranks_gone: int) -> int:
         """The ranks in this bit mask will never write again. Returns how many slots became free.
 

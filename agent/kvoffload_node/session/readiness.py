@@ -91,10 +91,11 @@ def lose_rank(session: Session, message: str) -> None:
 
 def bind(engine: Engine, region: Region, none_hash: bytes, *, key_bytes: int, private: bool) -> Namespace:
     """The engine's namespaces, known once its row and its hash seed are. Raises SessionRefused."""
-    if engine.row is None or not engine.ready:
-        raise SessionRefused(RefusalReason.NOT_READY, "not all ranks of this engine have mapped the region yet")
+    # Kept although it may be refused: the look-up that follows at once is a miss then, and no breach of the protocol.
     engine.none_hash, engine.key_bytes = none_hash, key_bytes
     engine.private = engine.private or private
+    if engine.row is None or not engine.ready:
+        raise SessionRefused(RefusalReason.NOT_READY, "not all ranks of this engine have mapped the region yet")
     digest = hashlib.sha256()
     for part in (engine.identity, repr(engine.row).encode(), none_hash, key_bytes.to_bytes(2, "little")):
         digest.update(len(part).to_bytes(4, "little") + part)

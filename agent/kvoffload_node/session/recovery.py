@@ -109,7 +109,10 @@ class Recovery:
         session.claims = session.said_writes
         session.said_pins, session.said_writes = {}, set()
         if session.rank == SCHEDULER:
-            index.fail(engine, SCHEDULER, [o for o in index.unassigned(engine) if o not in session.claims])
+            unassigned = list(index.unassigned(engine))
+            index.fail(engine, SCHEDULER, [o for o in unassigned if o not in session.claims])
+            # their Assign was lost with the connection before
+            index.assign_nothing(engine, [o for o in unassigned if o in session.claims])
         self.settle(engine)
 
     def _check_pins(self, session: Session, epoch: int, pins: Collection[int]) -> None:

@@ -90,17 +90,19 @@ def _on_reserve(connection: "Connection", session: Session, message: Reserve) ->
 
 def _on_assign(connection: "Connection", session: Session, message: Assign) -> None:
     engine = _engine_of_scheduler(session)
-    namespace = engine.namespaces.get(message.namespace)
-    if namespace is None:
+    namespace, index = engine.namespaces.get(message.namespace), engine.tenant.index
+    if engine.key_bytes == 0:
         raise ProtocolError("Assign before Bind")
     offsets = unpack_offsets(message.offsets)
     keys = unpack_keys(message.keys, engine.key_bytes)
     if len(keys) != len(offsets):
         raise ProtocolError(f"{len(keys)} keys for {len(offsets)} slots")
-    if message.epoch == connection.registry.region.epoch:
-        connection.registry.traffic.published(
-            engine, engine.tenant.index.assign(engine, namespace, zip(offsets, keys, strict=True))
-        )
+    if message.epoch != connection.registry.region.epoch:
+        return
+    if namespace is None:  # the row became another one, or the Bind was refused, while this was on its way
+        index.assign_nothing(engine, offsets)
+    else:
+        connection.registry.traffic.published(engine, index.assign(engine, namespace, zip(offsets, keys, strict=True)))
 
 
 def _on_seal(connection: "Connection", session: Session, message: Seal) -> None:
