@@ -111,6 +111,32 @@ def test_slots_whose_assign_was_lost_with_the_connection_are_free_when_the_ranks
         engine.close()
 
 
+def test_an_attempt_to_attach_that_was_given_up_leaves_the_engine_whole(folder: Path) -> None:
+    """A process waits five seconds for its Welcome and tries again; a daemon that was slow meets both attempts."""
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        said = hello(engine_id="engine", world_size=2, process=b"s" * 16)
+        ranks = [
+            msgspec.structs.replace(
+                said, role="worker", rank=rank, part="all", part_bytes=65536, process=bytes([rank] * 16)
+            )
+            for rank in range(2)
+        ]
+        sessions = [Session.connect(str(path), ranks[0])]
+        sessions[0].send(Mapped())
+        for given_up in (said, ranks[1]):
+            attempt = Session.connect(str(path), given_up)
+            for descriptor in attempt.take_descriptors():
+                os.close(descriptor)
+            attempt.close()
+            wait_until(lambda: daemon.metrics()['kvoffload_sessions{state="connected"}'] == 1)
+        sessions += [Session.connect(str(path), again) for again in (ranks[1], said)]
+        sessions[1].send(Mapped())
+        assert sessions[2].wait_for(EngineReady, 10).replicated
+        for session in sessions:
+            session.close()
+
+
 def _writing(daemon: DaemonProcess) -> float:
     return daemon.metrics()['kvoffload_slots{state="writing"}']
 

@@ -80,6 +80,8 @@ class Session:
     message: str = ""
     predecessors: list[int] = field(default_factory=list)
     """Numbers of the same process' earlier attachments: they count until it is known to have got this one's lock."""
+    is_silent: bool = True
+    """Nothing was heard over its connection but the `Hello`: whether the process got the answer is not known."""
     recovered: bool = False
     """Journaled by an earlier daemon, and has not yet said what it still reads and writes."""
     claims: set[int] | None = None

@@ -266,6 +266,7 @@ class Registry:
         for number in session.predecessors:
             self._attachments.remove(number)
         session.predecessors = []
+        session.is_silent = False
 
     def mapped(self, session: Session) -> None:
         """A worker has mapped the region; the last one makes the engine ready."""
@@ -333,9 +334,10 @@ class Registry:
                 self._end(session)
 
     def _end(self, session: Session) -> None:
-        """The session's process is dead."""
+        """The session's process is dead, or gave its first attempt to attach up: then it was never part of the engine,
+        and comes again, maybe, to the others that are."""
         engine = session.engine
-        engine.broken = True
+        was_attached = bool(not session.is_silent or session.predecessors or session.recovered)
         engine.tenant.index.release(session.holder)
         self.revocations.died(session)
         self.confirm(session)
@@ -343,7 +345,9 @@ class Registry:
         del engine.sessions[session.rank]
         if session.rank != SCHEDULER:
             engine.tenant.num_workers -= 1
-        self._put_in_quarantine(engine, session.rank)
+        if was_attached:
+            engine.broken = True
+            self._put_in_quarantine(engine, session.rank)
         self.recovery.settle(engine)
         self.recovery.check(engine.tenant, self.engines.values())
         if not engine.sessions:
