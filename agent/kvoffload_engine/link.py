@@ -12,7 +12,7 @@ leases, but neither requests nor vLLM.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -152,6 +152,16 @@ class DaemonLink:
         if self._is_leased(held):
             self._unpins.append(held.offsets)
 
+    def stores_ended(self, stores: Collection[Held]) -> None:
+        """The scheduler knows no more of these. The daemon that gave them out hears of their end from each rank; a
+        later one was told by us that they are under way, and by the ranks what they still write."""
+        session = self.session
+        if session is None:
+            return
+        for epoch in {held.epoch for held in stores} - {0, session.welcome.epoch}:
+            packed = b"".join(held.offsets for held in stores if held.epoch == epoch)
+            self._send(session, *(Fail(epoch, piece) for piece in split_offsets(packed)))
+
     def flush(self) -> None:
         """Send the leases that went back since the last flush."""
         if self._unpins and self.session is not None:
@@ -175,7 +185,8 @@ class DaemonLink:
         packed = self._credits.spend(len(keys))
         if packed:
             chosen = keys[: len(packed) // OFFSET_BYTES]
-            self._send(session, Assign(session.welcome.epoch, packed, b"".join(chosen), namespace))
+            if not self._send(session, Assign(session.welcome.epoch, packed, b"".join(chosen), namespace)):
+                return b"", 0  # the session has ended, and the slots with it
         self.reserve()
         return packed, session.welcome.epoch
 
@@ -245,8 +256,13 @@ class DaemonLink:
             if answer is not None:
                 answer.is_complete = True  # with no hit
         self._owed.clear()
-        self._unpins = [] if session is None else [held.offsets for held in self._reassertion.ended_meanwhile()]
+        self._unpins = []
         self._budget.close_circuit()
+        if session is None:
+            return
+        loads, stores = self._reassertion.ended_meanwhile()
+        self._unpins = [held.offsets for held in loads]
+        self.stores_ended(stores)
 
     def _take(self, session: Session, message: FromDaemon) -> None:
         if isinstance(message, Found):

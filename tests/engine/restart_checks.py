@@ -275,6 +275,35 @@ def a_pool_that_was_paused_serves_the_same_engines_when_it_is_active_again(socke
 
 
 @check
+def a_store_that_one_rank_had_ended_when_the_daemon_was_killed_holds_nothing_when_all_have(
+    socket_path: str, control: Control
+) -> None:
+    """Its Seal went to the daemon that is dead: the next one hears of the end from the scheduler alone."""
+    with ToyEngine(socket_path) as engine:
+        keys = keys_of(1340, 1341)
+        engine.look_up("s", keys)
+        wait_until(lambda: engine.manager.link.wait_for_slots(2))
+        output = engine.manager.prepare_store(keys, ReqContext(req_id="s"))
+        assert output.keys_to_store == keys
+        spec = GPULoadStoreSpec([0, 1], group_sizes=[2], block_indices=[0])
+        first, second = engine.workers
+        first.submit_store(1, spec, output.store_spec)
+        assert len(first.get_finished()) == 1
+        control.say("kill")
+        control.say("start")
+        wait_until(lambda: engine.manager.link.poll() is not None and engine.manager.link.row is not None)
+        second.submit_store(1, spec, output.store_spec)
+        assert len(second.get_finished()) == 1
+        engine.manager.complete_store(set(keys), ReqContext(req_id="s"))
+
+        def holds_only_unused_slots() -> bool:
+            engine.manager.link.poll()
+            return control.dump()['kvoffload_slots{state="writing"}'] == len(engine.manager.link._credits)
+
+        wait_until(holds_only_unused_slots)
+
+
+@check
 def slots_of_a_row_that_was_replaced_overwrite_nobody_s_bytes(socket_path: str, control: Control) -> None:
     """The pool's `replicatedLayout` becomes Never, and a rank connects again: the engine's slots are twice as long
     from now on, and those that it held unused lie before slots of another engine."""

@@ -138,12 +138,17 @@ class Recovery:
             index.keep_pending(offset, write, (engine.dying >> 1) | (alive if offset in of_scheduler else claimed))
 
     def ended(self, session: Session, offsets: Iterable[int]) -> None:
-        """A rank has ended writes that an earlier daemon gave out: they will not be READY, but are free sooner."""
-        index = session.engine.tenant.index
+        """A rank has ended writes that an earlier daemon gave out: they will not be READY, but are free sooner. Or the
+        scheduler claims them no more: ranks that do not claim them either have ended them in that daemon's time."""
+        engine = session.engine
+        if session.rank == SCHEDULER:
+            (session.claims or set()).difference_update(offsets)
+            self.settle(engine)
+            return
         for offset in offsets:
-            write = index.writes.get(offset)
-            if write is not None and write.owner is session.engine and write.restored and session.rank >= 0:
-                index.keep_pending(offset, write, ~(1 << session.rank))
+            write = engine.tenant.index.writes.get(offset)
+            if write is not None and write.owner is engine and write.restored:
+                engine.tenant.index.keep_pending(offset, write, ~(1 << session.rank))
 
     def check(self, tenant: Tenant, engines: Iterable[Engine]) -> None:
         """Eviction begins when every process of before the restart has spoken or is dead."""
