@@ -86,6 +86,9 @@ class DaemonLink:
         self._unpins: list[bytes] = []
         # of the engine
         self.is_private = False
+        self._unconfirmed_generation = 0
+        """Number of the first request after a Generation that the daemon may not have heard, 0 if it has: it is said
+        again to the next session. Nothing can be stored in between, as slots were given back before it."""
         self._budget = StepBudget(step_seconds)
         self._next_report = 0.0
         self._reassertion = Reassertion(holdings)
@@ -210,11 +213,16 @@ class DaemonLink:
         """What was stored before is not hit any more. Unused slots go back: a store to them would count as before
         it."""
         session = self.poll()
+        self._unconfirmed_generation = self._next_number
         if session is None:
             return
         self._give_back_slots(session)
-        self._send(session, Generation(private=self.is_private))
+        self._send_generation(session)
         self.reserve()
+
+    def _send_generation(self, session: Session) -> None:
+        self._unconfirmed_generation = self._next_number
+        self._send(session, Generation(private=self.is_private))
 
     def _give_back_slots(self, session: Session) -> None:
         unused = self._credits.give_back()
@@ -260,11 +268,15 @@ class DaemonLink:
         self._budget.close_circuit()
         if session is None:
             return
+        if self._unconfirmed_generation:
+            self._send_generation(session)
         loads, stores = self._reassertion.ended_meanwhile()
         self._unpins = [held.offsets for held in loads]
         self.stores_ended(stores)
 
     def _take(self, session: Session, message: FromDaemon) -> None:
+        if isinstance(message, (Found, Reserved)) and message.request >= self._unconfirmed_generation:
+            self._unconfirmed_generation = 0
         if isinstance(message, Found):
             self._take_found(message)
         elif isinstance(message, Reserved):

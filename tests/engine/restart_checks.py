@@ -275,6 +275,21 @@ def a_pool_that_was_paused_serves_the_same_engines_when_it_is_active_again(socke
 
 
 @check
+def a_cache_that_is_reset_while_no_session_is_there_is_not_hit_over_the_next_one(
+    socket_path: str, control: Control
+) -> None:
+    with ToyEngine(socket_path) as engine, ToyEngine(socket_path) as other:
+        keys = engine.ensure_stored(keys_of(*range(1330, 1334)))
+        session = engine.manager.link.session
+        session.close("ended by the check")
+        engine.manager.reset_cache()
+        wait_until(lambda: engine.manager.link.poll() not in (None, session) and engine.manager.link.row is not None)
+        assert not engine.is_hit(keys)
+        assert other.is_hit(keys)
+        engine.ensure_stored(keys)
+
+
+@check
 def a_store_that_one_rank_had_ended_when_the_daemon_was_killed_holds_nothing_when_all_have(
     socket_path: str, control: Control
 ) -> None:
