@@ -8,9 +8,13 @@ of the last one.
     Welcome ──> reassert ──> the new lock is kept, the old one closed
                    │ raises
                    └───────> the new lock is closed, the old one kept: it still says that we are alive
+
+A connector may be at it when its owner ends: what comes after `close` is not kept, or a process that goes on would hold
+for ever what this engine held.
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +25,8 @@ class AttachmentLock:
     def __init__(self) -> None:
         self.descriptor = -1
         """-1 before the first session and after `close`."""
+        self._is_closed = False
+        self._changing = threading.Lock()
 
     @contextmanager
     def succeeded_by(self, descriptor: int) -> Iterator[None]:
@@ -30,12 +36,18 @@ class AttachmentLock:
         except BaseException:
             os.close(descriptor)
             raise
-        old, self.descriptor = self.descriptor, descriptor
+        with self._changing:
+            if self._is_closed:
+                old = descriptor
+            else:
+                old, self.descriptor = self.descriptor, descriptor
         if old >= 0:
             os.close(old)
 
     def close(self) -> None:
         """This process touches the region no more."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        with self._changing:
+            self._is_closed = True
+            old, self.descriptor = self.descriptor, -1
+        if old >= 0:
+            os.close(old)

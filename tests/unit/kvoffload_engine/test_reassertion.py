@@ -63,6 +63,14 @@ def test_the_first_session_is_told_nothing(engine: Engine) -> None:
     assert engine.begin(1).sent == []
 
 
+def test_a_session_that_begins_when_the_scheduler_has_ended_leaves_no_lock_behind(engine: Engine) -> None:
+    engine.begin(1)
+    engine.reassertion.close()
+    before = set(os.listdir("/proc/self/fd"))
+    engine.begin(2)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
 def test_a_load_is_told_to_each_session_that_begins_while_it_is_under_way(engine: Engine) -> None:
     first = engine.begin(1)
     load = engine.begin_load(64, first)
