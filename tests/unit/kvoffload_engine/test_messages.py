@@ -250,6 +250,17 @@ def test_slots_of_another_row_are_given_back_and_not_written(engine: SimpleNames
     assert link.assign([bytes(64)], 0) == (b"", 0)
 
 
+def test_a_session_that_has_ended_gives_no_slot_to_a_store(engine: SimpleNamespace) -> None:
+    link, session = make_link(engine)
+    link._credits._slots.extend([1, 2, 3])
+
+    def send(*_: Message) -> None:
+        raise DaemonUnavailable("the daemon closed the connection")
+
+    session.send = send
+    assert link.assign([bytes(64)], 0) == (b"", 0)
+
+
 def test_a_look_up_keeps_the_row_that_its_slots_have(engine: SimpleNamespace) -> None:
     link, session = make_link(engine)
     link._num_ranks, before = 1, link.row
