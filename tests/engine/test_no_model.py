@@ -1,6 +1,6 @@
 """Manager, workers and connector against the real classes of vLLM, without a model: `compat_checks.py`,
-`plain_checks.py`, `device_checks.py`, `lookup_checks.py`, `layout_checks.py`, `restart_checks.py`, `fault_checks.py`
-and `inert_checks.py`, one test a check.
+`plain_checks.py`, `device_checks.py`, `lookup_checks.py`, `layout_checks.py`, `restart_checks.py`, `fault_checks.py`,
+`inert_checks.py` and `sequence_checks.py`, one test a check.
 
 The newest version that runs here always; all versions with `-m long` (`test_versions.py`).
 """
@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 from engine_process import ROOT
 from region_daemon import RegionDaemon
+from sequence_daemon import SequenceDaemon
 
 from daemon_process import DaemonProcess
 from hack.vllm.environment import DEFAULT_VERSION, ensure_vllm_environment
@@ -30,13 +31,22 @@ PLAIN_KINDS = ("compat", "plain", "device", "lookup", "layout")
 """Checks that need no daemon, or one and nothing done to it."""
 CHECKS = [
     name
-    for kind in (*PLAIN_KINDS, "restart", "fault", "inert")
+    for kind in (*PLAIN_KINDS, "restart", "fault", "inert", "sequence")
     for name in re.findall(r"@check\ndef (\w+)\(", (HERE / f"{kind}_checks.py").read_text())
 ]
 CAPACITY_BYTES = 16 << 20
+LONG_SEEDS = range(100, 200)
 
 
-def run_checks(python: Path, kind: str, socket: Path, folder: Path, overlay: Path | None) -> dict[str, str]:
+def run_checks(
+    python: Path,
+    kind: str,
+    socket: Path,
+    folder: Path,
+    overlay: Path | None,
+    variables: Mapping[str, str] | None = None,
+    timeout_seconds: float = 300,
+) -> dict[str, str]:
     """All checks of one kind in one process; importing vLLM is what takes the time."""
     path = [str(ROOT / "agent"), *([str(overlay)] if overlay else [])]
     environment = {
@@ -45,13 +55,14 @@ def run_checks(python: Path, kind: str, socket: Path, folder: Path, overlay: Pat
         "VLLM_PLUGINS": "",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_TARGET_DEVICE": "cpu",  # 0.33 has no CPU build, and finds no device here
+        **(variables or {}),
     }
     done = subprocess.run(
         [str(python), str(HERE / f"{kind}_checks.py"), str(socket), str(folder)],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_seconds,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     if not lines:
@@ -115,6 +126,19 @@ def run_with_region(python: Path, folder: Path, overlay: Path | None = None) -> 
             return run_checks(python, "inert", daemon.attach("pod-inert"), folder, overlay)
 
 
+def run_with_sequences(python: Path, folder: Path, seeds: Iterable[int] = (), num_steps: int = 0) -> dict[str, str]:
+    """Random sequences, those of the check itself or these, on a daemon that is begun anew for each of them."""
+    variables = {"SEQUENCE_SEEDS": ",".join(map(str, seeds))} | (
+        {"SEQUENCE_STEPS": str(num_steps)} if num_steps else {}
+    )
+    with (
+        SequenceDaemon(folder) as daemon,
+        pipes(folder) as (commands, answers),
+        keep(daemon.deeds(), commands, answers),
+    ):
+        return run_checks(python, "sequence", daemon.socket, folder, None, variables, timeout_seconds=3600)
+
+
 def run_with_faults(python: Path, folder: Path, overlay: Path | None = None) -> dict[str, str]:
     """The checks that need a daemon which misbehaves."""
     folder.mkdir(exist_ok=True)
@@ -138,9 +162,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     python = ensure_vllm_environment(DEFAULT_VERSION) / "bin" / "python"
     found = run_with_daemon(python, tmp_path_factory.mktemp("daemon"))
     found |= run_with_region(python, tmp_path_factory.mktemp("region"))
+    found |= run_with_sequences(python, tmp_path_factory.mktemp("sequences"))
     return {**found, **run_with_faults(python, tmp_path_factory.mktemp("faults"))}
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_the_newest_vllm(results: dict[str, str], name: str) -> None:
     assert results[name] == "ok", results[name]
+
+
+@pytest.mark.long
+def test_a_hundred_random_sequences_of_events_serve_no_wrong_byte_and_leave_nothing_held(tmp_path: Path) -> None:
+    """The long form of `sequence_checks.py`: longer sequences, of other seeds. One that fails is told with its seed."""
+    python = ensure_vllm_environment(DEFAULT_VERSION) / "bin" / "python"
+    for name, result in run_with_sequences(python, tmp_path, LONG_SEEDS, num_steps=80).items():
+        assert result == "ok", (name, result)

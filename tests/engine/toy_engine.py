@@ -76,8 +76,9 @@ class ToyEngine:
         none_hash: bytes = b"none",
         step_seconds: float = 0.5,
         transfers: Sequence[Transfer] = (),
+        engine_id: str = "",
     ) -> None:
-        self.engine_id = f"toy-{time.monotonic_ns()}"
+        self.engine_id = engine_id or f"toy-{time.monotonic_ns()}"
         parts = parts or [part if part == "all" else f"{part}-{rank}" for rank in range(ranks)]
         ranks = len(parts)
         self.caches = [
