@@ -18,11 +18,13 @@ from kvoffload.protocol.messages import (
     Bind,
     Bound,
     Drain,
+    EngineLost,
     EngineReady,
     Found,
     Generation,
     Lookup,
     Mapped,
+    Refused,
     Reserve,
     Reserved,
     Seal,
@@ -86,6 +88,26 @@ def test_slots_whose_keys_come_after_the_row_was_replaced_are_free_when_the_rank
         engine.scheduler.send(Assign(engine.epoch, offsets, bytes(64)))
         for worker in engine.workers:
             wait_until(lambda: _writing(daemon) == 2)
+            worker.send(Seal(engine.epoch, offsets))
+        wait_until(lambda: _writing(daemon) == 0)
+        engine.scheduler.send(Bind(b"none", 32))
+        assert engine.scheduler.wait_for(Bound, 10) == Bound(0)
+        engine.close()
+
+
+def test_a_bind_that_was_refused_leaves_no_namespace_for_keys_of_its_length(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        path = daemon.attach("pod")
+        engine = TestEngine(path, process=b"p" * 16)
+        engine.scheduler.send(Bind(b"none", 32), Reserve(1, 1))
+        offsets = engine.scheduler.wait_for(Reserved, 10).offsets
+        engine.workers[0].close()
+        engine.scheduler.wait_for(EngineLost, 10)
+        engine.scheduler.send(Bind(b"none", 16))
+        assert engine.scheduler.wait_for(Refused, 10).reason == RefusalReason.NOT_READY
+        _row_after_a_rank_came_again(path, engine)
+        engine.scheduler.send(Assign(engine.epoch, offsets, bytes(16)))
+        for worker in engine.workers:
             worker.send(Seal(engine.epoch, offsets))
         wait_until(lambda: _writing(daemon) == 0)
         engine.scheduler.send(Bind(b"none", 32))

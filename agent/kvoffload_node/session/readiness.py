@@ -95,6 +95,7 @@ def bind(engine: Engine, region: Region, none_hash: bytes, *, key_bytes: int, pr
     engine.none_hash, engine.key_bytes = none_hash, key_bytes
     engine.private = engine.private or private
     if engine.row is None or not engine.ready:
+        engine.namespaces.clear()  # they may have been of keys of another length
         raise SessionRefused(RefusalReason.NOT_READY, "not all ranks of this engine have mapped the region yet")
     digest = hashlib.sha256()
     for part in (engine.identity, repr(engine.row).encode(), none_hash, key_bytes.to_bytes(2, "little")):
