@@ -149,6 +149,13 @@ class Sequence:
         self.note(name)
         return self.engines[name]
 
+    def choose(self, rng: random.Random) -> tuple[SequenceEngine, bool]:
+        """An engine, most often one that is served, and whether its next request is private."""
+        engine = self.engine(rng)
+        if rng.random() < 0.85:
+            self.wait_for_service(engine)
+        return engine, rng.random() < 0.2
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -217,23 +224,24 @@ def _offloads(engine: SequenceEngine, numbers: list[int], is_private: bool) -> b
 
 @step(45)
 def store(self: Sequence, rng: random.Random) -> None:
-    _go_on(self, rng, lambda engine, numbers, is_private: engine.begin_store(numbers, is_private=is_private))
+    """Often of keys that are new."""
+    engine, is_private = self.choose(rng)
+    numbers = draw(rng, NUM_KEYS, rng.randint(1, MAX_KEYS_OF_JOB))
+    go_on(self, rng, engine, engine.begin_store(numbers, is_private=is_private))
 
 
 @step(60)
 def load(self: Sequence, rng: random.Random) -> None:
-    _go_on(self, rng, lambda engine, numbers, is_private: engine.begin_load(numbers, is_private=is_private))
-
-
-def _go_on(self: Sequence, rng: random.Random, begin: Callable[[SequenceEngine, list[int], bool], Job | None]) -> None:
-    """Begin a job and take it some way; its request may end at once."""
-    engine = self.engine(rng)
-    if rng.random() < 0.85:
-        self.wait_for_service(engine)
-    is_private = rng.random() < 0.2
+    """Often of keys that were stored lately."""
+    engine, is_private = self.choose(rng)
     known = [number for number in STORED.get(engine.world(is_private=is_private), ()) if number < 2 * NUM_KEYS]
     known = known[-MAX_KNOWN:]
-    job = begin(engine, draw(rng, NUM_KEYS, rng.randint(1, MAX_KEYS_OF_JOB), known), is_private)
+    numbers = draw(rng, NUM_KEYS, rng.randint(1, MAX_KEYS_OF_JOB), known)
+    go_on(self, rng, engine, engine.begin_load(numbers, is_private=is_private))
+
+
+def go_on(self: Sequence, rng: random.Random, engine: SequenceEngine, job: Job | None) -> None:
+    """Take the job some way; its request may end at once."""
     self.note(len(job.numbers) if job else "nothing")
     if job is None:
         if rng.random() < 0.5:
@@ -244,7 +252,7 @@ def _go_on(self: Sequence, rng: random.Random, begin: Callable[[SequenceEngine, 
     if rng.random() < 0.15:
         engine.end_request(job.name)
     how = rng.random()
-    if how < 0.5:
+    if how < 0.65:
         engine.complete(job)
         self.note("done")
         return
@@ -302,7 +310,7 @@ def go_on_with_jobs(self: Sequence, rng: random.Random) -> None:
                 engine.workers[rank].wait({job.number})
 
 
-@step(10)
+@step(25)
 def end_jobs(self: Sequence, rng: random.Random) -> None:
     engine = self.engine(rng)
     for job in list(engine.jobs_under_way):
