@@ -4,26 +4,29 @@ import json
 import os
 import stat
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from fixtures.cli.cluster import healthy
-from fixtures.cli.pods import daemon, pod
+from fixtures.cli.pods import daemon, node, pod
 from fixtures.cli.reader import FixtureReader
 from fixtures.cli.release import CERTIFICATE, WEBHOOK_POD, webhook_pod
-from fixtures.cli.scene import NOW, SYSTEM, Object
+from fixtures.cli.scene import GPU, NOW, SYSTEM, Object
 from kvoffload.api import keys
 from kvoffload.errors import InvalidSpec
 from kvoffload_cli import report
+from kvoffload_cli.__main__ import app
 from kvoffload_cli.bundle import contents, parts, texts
 from kvoffload_cli.bundle.archive import write_zip, writing_whole
 from kvoffload_cli.bundle.contents import gather
-from kvoffload_cli.kube import ClusterUnavailable
-from kvoffload_cli.observe import PODS, PROBE_PATH, observe_cluster
+from kvoffload_cli.bundle.once import OnceReader
+from kvoffload_cli.kube import ClusterUnavailable, Denied, ReadFailed
+from kvoffload_cli.observe import NODES, PODS, PROBE_PATH, observe_cluster
 from kvoffload_operator.events import CONTROLLER
 
 MARKER = "hf_abcdefghijklmnop"
@@ -125,6 +128,30 @@ def objects() -> dict[str, Any]:
     return found
 
 
+class Watched(FixtureReader):
+    """Remembers what it was asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.read: list[tuple[str, ...]] = []
+        self.logs: list[dict[str, str]] = []
+
+    def list_objects(self, path: str, *, labels: str = "", fields: str = "") -> list[Object]:
+        self.read.append((path, labels, fields))
+        return super().list_objects(path, labels=labels, fields=fields)
+
+    def get(self, path: str) -> Object | None:
+        self.read.append((path,))
+        return super().get(path)
+
+    def text(self, path: str, *, query: Any = None) -> str:
+        if path.endswith("/log"):
+            self.logs.append(dict(query))
+        else:
+            self.read.append((path,))
+        return super().text(path, query=query)
+
+
 def texts_of(bundle: parts.Bundle) -> dict[str, str]:
     return {name: one if isinstance(one, str) else json.dumps(one, default=str) for name, one in bundle.entries.items()}
 
@@ -162,18 +189,47 @@ def test_nothing_of_others_is_in_it() -> None:
 
 @pytest.mark.parametrize("read", [gather, observe_cluster])
 def test_no_secret_is_read(read: Callable[..., object]) -> None:
-    class Watched(FixtureReader):
-        def _check(self, path: str) -> None:
-            assert "secrets" not in path
-            super()._check(path)
+    reader = Watched(objects())
+    read(reader, now=NOW)
+    assert [asked for asked in reader.read if "secrets" in asked[0]] == []
+    assert CERTIFICATE in {asked[0] for asked in reader.read}, "and yet the certificate is judged"
 
-        def text(self, path: str, *, query: Mapping[str, str] | None = None) -> str:
-            served.append(path)
-            return super().text(path, query=query)
 
-    served: list[str] = []
-    read(Watched(objects()), now=NOW)
-    assert CERTIFICATE in served, "and yet the certificate is judged"
+def test_of_a_nodes_labels_those_that_pools_select_by_and_ours_are_kept() -> None:
+    found = objects()
+    ours = {"kvoffload.io/node": "1", "node.kvoffload.io/llm": "ready"}
+    others = {"owner.example.com/team": MARKER, "notkvoffload.io/x": MARKER, "app.kubernetes.io/name": MARKER}
+    found[NODES] = [node("gpu-1", labels=GPU | ours | others)]
+    (kept,) = gather(FixtureReader(found), now=NOW).entries["nodes.json"]
+    assert kept["labels"] == GPU | ours
+    assert kept["name"] == "gpu-1"
+    assert kept["pages"]["2Mi"]["allocatable_bytes"] == 64 << 30
+
+
+@pytest.mark.parametrize("failing", [(), (NODES,)])
+def test_a_report_asks_for_each_thing_once(failing: tuple[str, ...]) -> None:
+    """So doctor's findings and the files are of the same objects, and of the same failure."""
+    reader = Watched(objects(), failing=failing)
+    bundle = gather(reader, now=NOW)
+    assert sorted(reader.read) == sorted(set(reader.read))
+    assert [what for what, _ in bundle.failures] == list(failing)
+
+
+def test_what_was_read_once_or_refused_once_is_so_to_everybody() -> None:
+    reader = Watched(objects(), denied=(PODS,), failing=("/version",))
+    once = OnceReader(reader)
+    for _ in range(2):
+        with pytest.raises(Denied, match="403"):
+            once.list_objects(PODS)
+        with pytest.raises(ReadFailed, match="500"):
+            once.get("/version")
+        assert once.get("/nothing") is None
+    nodes = once.list_objects(NODES)
+    reader.objects[NODES] = []
+    assert once.list_objects(NODES) == nodes != []
+    assert once.list_objects(NODES, labels="no-such-label") == [], "another question has another answer"
+    assert once.list_objects(NODES, fields="kind=none") == []
+    assert sorted(reader.read) == sorted(set(reader.read))
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_there() -> None:
@@ -224,6 +280,31 @@ def test_logs_are_left_out_where_that_is_asked() -> None:
     bundle = gather(FixtureReader(objects()), now=NOW, with_logs=False)
     assert not [name for name in bundle.entries if name.startswith("logs/")]
     assert [name for name in bundle.entries if name.startswith("metrics/")]
+
+
+def test_those_in_trouble_come_first_and_the_few_before_the_many() -> None:
+    def of(name: str, *, restarts: int = 0, ready: bool = True, is_daemon: bool = True) -> Object:
+        one = daemon_pod("gpu-1", restarts=restarts) if is_daemon else operator_pod()
+        one["metadata"]["name"] = name
+        one["status"]["conditions"] = [{"type": "Ready", "status": str(ready)}]
+        return one
+
+    pods = [
+        of("a-well"),
+        of("b-well"),
+        of("u-restarted", restarts=1),
+        of("v-restarted", restarts=9),
+        of("w-starting", ready=False),
+        of("x-stuck", ready=False, restarts=2),
+        of("y-operator", is_daemon=False),
+        of("z-operator", is_daemon=False, ready=False),
+    ]
+    assert [one["metadata"]["name"] for one in sorted(pods, key=texts.urgency)] == [
+        *("z-operator", "y-operator"),
+        *("x-stuck", "w-starting"),
+        *("v-restarted", "u-restarted"),
+        *("a-well", "b-well"),
+    ]
 
 
 def test_bounds_hold_and_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +390,18 @@ def test_since_is_a_time(text: str, seconds: int) -> None:
 def test_since_is_refused_where_it_is_none(text: str) -> None:
     with pytest.raises(InvalidSpec, match="write 90s, 15m, 1h or 2d"):
         report.parse_since(text)
+
+
+@pytest.mark.parametrize(("arguments", "seconds"), [(["--since", "15m"], "900"), ([], None)])
+def test_since_reaches_every_request_for_a_log(
+    arguments: list[str], seconds: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader = Watched(objects())
+    monkeypatch.setattr(report, "ClusterReader", lambda **_: reader)
+    done = CliRunner().invoke(app, ["report", "-f", str(tmp_path / "r.zip"), *arguments])
+    assert (done.exit_code, done.exception) == (0, None)
+    assert [query.get("sinceSeconds") for query in reader.logs] == [seconds] * 6
+    assert [query["container"] for query in reader.logs if query.get("previous") == "true"] == ["daemon"]
 
 
 def test_the_operators_component_is_that_of_its_events() -> None:
