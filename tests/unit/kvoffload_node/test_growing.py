@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.api.pool import Fallback, NumaPolicy
-from kvoffload.api.region import KVOffloadRegionSpec
-from kvoffload_node.host.paths import HostPaths
+from kvoffload.api.pool import NumaPolicy
 from kvoffload_node.index.tenant import Supply
-from kvoffload_node.region.hugetlbfs import Mount, RegionFile
-from kvoffload_node.region.region import Region
+from kvoffload_node.region.hugetlbfs import RegionFile
+from region_on_disk import open_region
 
 
 async def test_the_last_extent_is_growing_until_it_has_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,26 +22,8 @@ async def test_the_last_extent_is_growing_until_it_has_pages(tmp_path: Path, mon
         loop.call_soon_threadsafe(begun.set)
         assert has_pages.wait(20)
 
-    async def revoke(*_: object) -> None:
-        """Nobody maps anything."""
-
     monkeypatch.setattr(RegionFile, "allocate", allocate)
-    spec = KVOffloadRegionSpec(
-        pool_name="pool",
-        node_name="node",
-        capacity_bytes=64 << 20,
-        page_size_bytes=64 << 20,
-        fallback=Fallback.SHARED_MEMORY,
-        numa_policy=NumaPolicy.INTERLEAVE,
-    )
-    region = Region(
-        spec,
-        mount=Mount(tmp_path, 64 << 20, is_hugetlbfs=False),
-        state_folder=tmp_path,
-        paths=HostPaths.below(Path("/")),
-        revoke=revoke,
-    )
-    assert region.extents.num_extents == 1
+    region = open_region(tmp_path, extent_bytes=64 << 20, num_extents=1, numa_policy=NumaPolicy.INTERLEAVE)
     tenant = region.tenant_for("default", "uid")
     account = region.account("default")
 

@@ -27,7 +27,13 @@ def test_leases_writes_and_extents_that_are_still_mapped_count_by_extent() -> No
     mapper = build_engine("mapper", unmapping=(200, 300, 400))
     writer, other = build_engine("writer"), build_engine("other")
     writer.num_writes = 1
-    writer.tenant.index.writes.update({510: SimpleNamespace(owner=writer), 610: SimpleNamespace(owner=other)})
+    writer.tenant.index.writes.update(
+        {
+            510: SimpleNamespace(owner=writer),
+            610: SimpleNamespace(owner=other),
+            710: SimpleNamespace(owner=other),
+        }
+    )
     assert describe_holders([reader, writer, mapper]) == (
         "3 engines: pod ns/mapper engine e (3 extents), pod ns/reader engine e (2 extents), "
         "pod ns/writer engine e (1 extent)"

@@ -1,4 +1,4 @@
-"""Attachments that cannot be written leave nothing: no file, no descriptor."""
+"""Attachments tell who lives, and what is half written leaves nothing: no file, no descriptor."""
 
 import os
 from pathlib import Path
@@ -40,3 +40,19 @@ def test_an_attachment_that_cannot_be_written_leaves_no_file_and_no_descriptor(t
     (tmp_path / "attachments/7.json").rmdir()
     os.close(attachments.create(entry(7)))
     assert [found.number for found in attachments.read_all()] == [7]
+
+
+def test_what_a_kill_in_the_middle_left_is_removed_and_the_lock_of_who_lives_is_not(tmp_path: Path) -> None:
+    attachments = Attachments(tmp_path / "attachments")
+    living, dead = attachments.create(entry(11)), attachments.create(entry(2))
+    os.close(dead)
+    (attachments.folder / "5.lock").touch()
+    (attachments.folder / "6.lock").touch()
+    (attachments.folder / "6.json.new").touch()
+    again = Attachments(attachments.folder)
+    assert [found.number for found in again.read_all()] == [2, 11], "the oldest first"
+    assert (again.is_held(11), again.is_held(2), again.is_held(5)) == (True, False, False)
+    again.remove(2)
+    assert {path.name for path in again.folder.iterdir()} == {"11.lock", "11.json"}
+    os.close(living)
+    assert not again.is_held(11)

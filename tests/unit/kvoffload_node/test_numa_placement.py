@@ -28,7 +28,12 @@ NUM_EXTENTS = 16
 
 
 async def fill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, policy: NumaPolicy, allowed_cpus: str = ""
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    policy: NumaPolicy,
+    allowed_cpus: str = "",
+    free_pages_of_first: int | None = None,
 ) -> tuple[Region, list[Set[int]]]:
     """A region with all its extents allocated, and the CPUs on which each was."""
     shutil.copytree(HOSTS / host, tmp_path / "host")
@@ -38,6 +43,9 @@ async def fill(
     if allowed_cpus:
         (paths.proc / "self/status").write_text(f"Cpus_allowed_list:\t{allowed_cpus}\n")
     page_bytes = {TWO: 2 << 20, EIGHT: 1 << 30}[host]
+    if free_pages_of_first is not None:
+        (free,) = (paths.sys / "devices/system/node/node0").rglob(f"hugepages-{page_bytes >> 10}kB/free_hugepages")
+        free.write_text(f"{free_pages_of_first}\n")
     placed: list[Set[int]] = []
 
     def allocate(self: RegionFile, offset: int, num_bytes: int, cpus: Set[int] = frozenset()) -> None:
@@ -87,6 +95,14 @@ async def test_local_puts_all_extents_on_one_node_that_has_room(
 ) -> None:
     _, placed = await fill(tmp_path, monkeypatch, host, NumaPolicy.LOCAL)
     assert placed == [CPUS[host][0]] * NUM_EXTENTS
+
+
+@pytest.mark.parametrize(("num_pages", "placed_there"), [(31, 0), (32, NUM_EXTENTS // 2)])
+async def test_an_extent_is_put_where_there_are_pages_for_all_of_it(
+    num_pages: int, placed_there: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, placed = await fill(tmp_path, monkeypatch, TWO, NumaPolicy.INTERLEAVE, free_pages_of_first=num_pages)
+    assert placed.count(CPUS[TWO][0]) == placed_there, "of 64 MiB in pages of 2 MiB"
 
 
 @pytest.mark.parametrize(("policy", "is_degraded"), [(NumaPolicy.INTERLEAVE, True), (NumaPolicy.LOCAL, False)])

@@ -10,50 +10,32 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.api.pool import Fallback, NumaPolicy, Sharing
-from kvoffload.api.region import KVOffloadRegionSpec
+from kvoffload.api.pool import NumaPolicy, Sharing
 from kvoffload.errors import RegionUnusable, Shortage
 from kvoffload_node.failures import Failures, Part
-from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.index.catalog import read_catalog
 from kvoffload_node.region import extents
 from kvoffload_node.region.extents import Tenant
-from kvoffload_node.region.hugetlbfs import Mount, Reservation
+from kvoffload_node.region.hugetlbfs import Reservation
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import Engine, Pod
 from kvoffload_node.session.traffic import Traffic
 from kvoffload_node.session.turns import Floor, Turns
+from region_on_disk import give_extents, open_region
 
 EXTENT_BYTES = 64 << 20
-
-
-def open_region(folder: Path, failures: Failures) -> Region:
-    async def revoke(*_: object) -> None:
-        """Nobody maps anything."""
-
-    spec = KVOffloadRegionSpec(
-        pool_name="pool",
-        node_name="node",
-        capacity_bytes=8 * EXTENT_BYTES,
-        page_size_bytes=EXTENT_BYTES,
-        fallback=Fallback.SHARED_MEMORY,
-        numa_policy=NumaPolicy.INTERLEAVE,
-        sharing=Sharing.POD,
-    )
-    return Region(
-        spec,
-        mount=Mount(folder, EXTENT_BYTES, is_hugetlbfs=False),
-        state_folder=folder,
-        paths=HostPaths.below(Path("/")),
-        revoke=revoke,
-        failures=failures,
-    )
 
 
 @pytest.fixture
 def region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Region]:
     monkeypatch.setattr(extents, "RETRY_SECONDS", 0.01)
-    region = open_region(tmp_path, Failures())
+    region = open_region(
+        tmp_path,
+        extent_bytes=EXTENT_BYTES,
+        failures=Failures(),
+        sharing=Sharing.POD,
+        numa_policy=NumaPolicy.INTERLEAVE,
+    )
     yield region
     region.close()
 
@@ -85,10 +67,7 @@ async def until(holds: Callable[[], object]) -> None:
 def spare_extents(region: Region, count: int) -> Tenant:
     """A tenant that has so many of the pool's extents, without the work of clearing their pages."""
     tenant = region.tenant_for("default", "uid")
-    for position in range(count):
-        tenant.positions.add(position)
-        assert tenant.index.journal.make_room(position, 1)
-        tenant.index.add_spare(position)
+    give_extents(tenant, count)
     return tenant
 
 
@@ -127,7 +106,9 @@ async def test_the_end_of_a_region_goes_on_over_pages_that_cannot_be_given_back(
 
 
 @pytest.mark.parametrize("what", ["journal", "file"])
-async def test_what_cannot_be_allocated_is_a_problem_until_it_can(region: Region, what: str) -> None:
+async def test_what_cannot_be_allocated_is_a_problem_until_it_can(
+    region: Region, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     tenant = region.tenant_for("default", "uid")
     tenant.num_workers = 1
     journal = tenant.index.journal
@@ -135,6 +116,7 @@ async def test_what_cannot_be_allocated_is_a_problem_until_it_can(region: Region
         "journal": (journal._descriptor, journal.path),
         "file": (tenant.file.descriptor, tenant.file.path),
     }[what]
+    region.reserve_pages()
     with ReadOnly(descriptor, path):
         running = asyncio.create_task(region.extents.run())
         region.extents.wake()
@@ -142,23 +124,30 @@ async def test_what_cannot_be_allocated_is_a_problem_until_it_can(region: Region
         assert not running.done()
         assert isinstance(region.extents.problem, RegionUnusable)
         assert tenant.positions == set()
+        for _ in range(2):
+            told = region.extents.problem
+            await until(lambda: region.extents.problem is not told)  # noqa: B023 - called at once
+        assert caplog.text.count("an extent could not be allocated") == 1, "said once, however often it is tried"
+        await until(lambda: region._reservation.num_bytes == 8 * EXTENT_BYTES)  # kept from others again
     await until(lambda: region.extents.problem is None and tenant.index.spare)
     running.cancel()
 
 
 def test_records_that_the_disk_does_not_take_are_a_shortage_and_said(region: Region) -> None:
-    tenant = spare_extents(region, 1)
+    tenant = spare_extents(region, 2)
     index, account = tenant.index, region.account("default")
     slab = index.slab(65536)
     pod = Pod("uid", "default", "pod", "auto", tenant, account, Turns(Floor()))
     engine = Engine(number=1, storer=1, world_size=1, pod=pod, engine_id="e", identity=b"", slab=slab, ready=True)
-    region.extents.num_extents = 1
+    region.extents.num_extents = 2
     traffic = Traffic(region)
     with ReadOnly(index.journal._descriptor, index.journal.path):
         assert traffic.reserve(engine, 1) == ([], Shortage.STATE_FULL)
     assert "see the node's disk" in region.failures.lasting()[Part.RECORDS]
+    noted = region.failures.counts[Part.RECORDS]
     offsets, reason = traffic.reserve(engine, 1)
     assert (len(offsets), reason) == (1, "")
+    assert region.failures.counts[Part.RECORDS] == noted, "the disk took these"
     assert account.used_bytes == slab.slot_bytes
 
 
