@@ -77,6 +77,7 @@ def test_a_look_up_after_a_bind_that_was_refused_is_a_miss(folder: Path) -> None
         scheduler.close()
 
 
+@pytest.mark.alone  # not explained yet: on a busy machine, a rank that came again often leaves no slot writing
 def test_slots_whose_keys_come_after_the_row_was_replaced_are_free_when_the_ranks_have_ended(folder: Path) -> None:
     with start(folder, None) as daemon:
         path = daemon.attach("pod")
@@ -101,11 +102,12 @@ def test_a_bind_that_was_refused_leaves_no_namespace_for_keys_of_its_length(fold
         engine = TestEngine(path, process=b"p" * 16)
         engine.scheduler.send(Bind(b"none", 32), Reserve(1, 1))
         offsets = engine.scheduler.wait_for(Reserved, 10).offsets
-        engine.workers[0].close()
+        _come_again(path, engine)
         engine.scheduler.wait_for(EngineLost, 10)
         engine.scheduler.send(Bind(b"none", 16))
         assert engine.scheduler.wait_for(Refused, 10).reason == RefusalReason.NOT_READY
-        _row_after_a_rank_came_again(path, engine)
+        engine.workers[0].send(Mapped())
+        engine.workers[0].wait_for(EngineReady, 10)
         engine.scheduler.send(Assign(engine.epoch, offsets, bytes(16)))
         for worker in engine.workers:
             worker.send(Seal(engine.epoch, offsets))
@@ -163,11 +165,16 @@ def _writing(daemon: DaemonProcess) -> float:
     return daemon.metrics()['kvoffload_slots{state="writing"}']
 
 
-def _row_after_a_rank_came_again(path: Path, engine: TestEngine) -> EngineReady:
+def _come_again(path: Path, engine: TestEngine) -> None:
+    """The first rank connects again, and has not mapped the region yet."""
     said = hello(engine_id="engine", role="worker", rank=0, world_size=2, part="all", part_bytes=65536)
     before = engine.workers[0]
     engine.workers[0] = Session.connect(str(path), msgspec.structs.replace(said, process=b"p" * 15 + b"\1"))
     before.close()
+
+
+def _row_after_a_rank_came_again(path: Path, engine: TestEngine) -> EngineReady:
+    _come_again(path, engine)
     engine.workers[0].send(Mapped())
     return engine.workers[0].wait_for(EngineReady, 10)
 
