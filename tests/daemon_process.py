@@ -27,7 +27,19 @@ from typing import Any
 import endpoints
 from kvoffload.errors import DaemonUnavailable, SessionRefused
 from kvoffload.protocol.client import Session
-from kvoffload.protocol.messages import PROTOCOL_VERSION, AttachPod, Bind, Bound, EngineReady, Hello, Mapped
+from kvoffload.protocol.messages import (
+    OFFSET_BYTES,
+    PROTOCOL_VERSION,
+    AttachPod,
+    Bind,
+    Bound,
+    EngineReady,
+    Fail,
+    Hello,
+    Mapped,
+    Reserve,
+    Reserved,
+)
 from kvoffload_node.attach.handoff import Handoff
 from scripted_api_server import ScriptedApiServer
 
@@ -321,6 +333,22 @@ class TestEngine:
     def epoch(self) -> int:
         """The daemon's epoch when this engine attached."""
         return self.scheduler.welcome.epoch
+
+    def reserve(self, count: int) -> bytes:
+        """So many slots to write, packed. A region that has just begun, or is full, has fewer at first."""
+        offsets = b""
+
+        def are_all_there() -> bool:
+            nonlocal offsets
+            self.scheduler.send(Reserve(1, count))
+            reserved = self.scheduler.wait_for(Reserved, _START_SECONDS)
+            offsets = reserved.offsets
+            if len(offsets) < count * OFFSET_BYTES:
+                self.scheduler.send(Fail(reserved.epoch, offsets))
+            return len(offsets) == count * OFFSET_BYTES
+
+        wait_until(are_all_there)
+        return offsets
 
     def close(self) -> None:
         """End all sessions, as the engine's death would."""

@@ -35,7 +35,6 @@ from kvoffload.protocol.messages import (
     Reassert,
     Report,
     Reserve,
-    Reserved,
     Revoked,
     Seal,
     Unpin,
@@ -164,20 +163,10 @@ def num_descriptors(daemon: DaemonProcess) -> int:
 
 def store_and_hit(engine: TestEngine, first: int) -> None:
     keys = b"".join((first + number).to_bytes(32, "little") for number in range(4))
-    reserved = Reserved(0, 0, b"")
-
-    def has_room() -> bool:
-        nonlocal reserved
-        engine.scheduler.send(Reserve(1, 4))
-        reserved = engine.scheduler.wait_for(Reserved, 10)
-        if len(reserved.offsets) < 32:
-            engine.scheduler.send(Fail(reserved.epoch, reserved.offsets))
-        return len(reserved.offsets) == 32
-
-    wait_until(has_room)
-    engine.scheduler.send(Assign(reserved.epoch, reserved.offsets, keys))
+    offsets = engine.reserve(4)
+    engine.scheduler.send(Assign(engine.epoch, offsets, keys))
     for worker in engine.workers:
-        worker.send(Seal(reserved.epoch, reserved.offsets))
+        worker.send(Seal(engine.epoch, offsets))
 
     def is_hit() -> bool:
         engine.scheduler.send(Lookup(2, keys))
