@@ -12,7 +12,7 @@ leases, but neither requests nor vLLM.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -155,16 +155,6 @@ class DaemonLink:
         if self._is_leased(held):
             self._unpins.append(held.offsets)
 
-    def stores_ended(self, stores: Collection[Held]) -> None:
-        """The scheduler knows no more of these. The daemon that gave them out hears of their end from each rank; a
-        later one was told by us that they are under way, and by the ranks what they still write."""
-        session = self.session
-        if session is None:
-            return
-        for epoch in {held.epoch for held in stores} - {0, session.welcome.epoch}:
-            packed = b"".join(held.offsets for held in stores if held.epoch == epoch)
-            self._send(session, *(Fail(epoch, piece) for piece in split_offsets(packed)))
-
     def flush(self) -> None:
         """Send the leases that went back since the last flush."""
         if self._unpins and self.session is not None:
@@ -270,9 +260,7 @@ class DaemonLink:
             return
         if self._unconfirmed_generation:
             self._send_generation(session)
-        loads, stores = self._reassertion.ended_meanwhile()
-        self._unpins = [held.offsets for held in loads]
-        self.stores_ended(stores)
+        self._unpins = [held.offsets for held in self._reassertion.ended_meanwhile()]
 
     def _take(self, session: Session, message: FromDaemon) -> None:
         if isinstance(message, (Found, Reserved)) and message.request >= self._unconfirmed_generation:

@@ -227,11 +227,11 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """All ranks have written. Each told the daemon itself; where that is another one by now, it hears of the end
-        from here."""
+        """All ranks have written (each told the daemon itself): nothing to send."""
         request = self._requests.get(req_context.req_id)
         for writing in self._writing if request is None else (self._writing[request.namespace],):
-            self.link.stores_ended([held for key in keys if (held := writing.pop(key, None)) is not None])
+            for key in keys:
+                writing.pop(key, None)
         if request is not None and success:
             request.stored.update(keys)
 
@@ -251,8 +251,6 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """A new generation: nothing that this engine stored before is hit by it. Loads under way keep their leases
         until the workers report them, and other engines keep their keys."""
-        for writing in self._writing:
-            self.link.stores_ended(list(writing.values()))  # vLLM tells of no job of before the reset
         for of_namespace in (*self._writing, *self._barred):
             of_namespace.clear()
         for request in self._requests.values():

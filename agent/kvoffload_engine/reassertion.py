@@ -39,8 +39,6 @@ class Reassertion:
         self._last_session: Session | None = None
         self._loads: frozenset[Held] = frozenset()
         """Those that the newest session leases because they were under way when it began."""
-        self._stores: frozenset[Held] = frozenset()
-        """Those that the newest session was told of when it began."""
 
     def begin(self, session: Session) -> None:
         """In the connector's thread, before anybody else sees the new session: what workers may still read or
@@ -55,7 +53,7 @@ class Reassertion:
         loads, writes = self._holdings()
         # What was prepared when the last session had ended is leased by neither, and no worker does it.
         reads = [held for held in loads if self.is_leased_by(last, held)]
-        self._loads, self._stores = frozenset(reads), frozenset(writes)
+        self._loads = frozenset(reads)
         oldest = min([last.welcome.epoch, *(held.epoch for held in (*reads, *writes) if held.epoch)])
         packed = (b"".join(held.offsets for held in reads), b"".join(held.offsets for held in writes))
         session.send(*build_reassertion(oldest, *packed))
@@ -65,11 +63,11 @@ class Reassertion:
         is so for a load that was prepared while the connector was at it."""
         return held.session is session or held in self._loads
 
-    def ended_meanwhile(self) -> tuple[Set[Held], Set[Held]]:
-        """Loads and stores that were re-asserted and ended before the scheduler's thread saw the session: nobody else
-        gives them back."""
-        loads, writes = self._holdings()
-        return self._loads.difference(loads), self._stores.difference(writes)
+    def ended_meanwhile(self) -> Set[Held]:
+        """Loads that were re-asserted and ended before the scheduler's thread saw the session: nobody else gives them
+        back."""
+        under_way, _ = self._holdings()
+        return self._loads.difference(under_way)
 
     def close(self) -> None:
         """No worker touches the region for this scheduler any more."""

@@ -293,7 +293,7 @@ def a_cache_that_is_reset_while_no_session_is_there_is_not_hit_over_the_next_one
 def a_store_that_one_rank_had_ended_when_the_daemon_was_killed_holds_nothing_when_all_have(
     socket_path: str, control: Control
 ) -> None:
-    """Its Seal went to the daemon that is dead: the next one hears of the end from the scheduler alone."""
+    """Its Seal went to the daemon that is dead: to the next one that rank does not name the store any more."""
     with ToyEngine(socket_path) as engine:
         keys = keys_of(1340, 1341)
         engine.look_up("s", keys)

@@ -142,8 +142,8 @@ class Engine(WriteOwner):
         return [session for rank, session in sorted(self.sessions.items()) if rank >= 0]
 
     def plan_row(self, *, sharing_allowed: bool) -> Row | None:
-        """The row, once every rank is attached and has mapped the region; None until then."""
-        workers = [worker for worker in self.workers if worker.mapped and worker.part is not None]
+        """The row, once every rank is connected and has mapped the region; None until then."""
+        workers = [worker for worker in self.workers if worker.mapped and worker.connection is not None]
         if len(workers) < self.world_size:
             return None
         return plan_row([worker.part for worker in workers if worker.part], sharing_allowed=sharing_allowed)

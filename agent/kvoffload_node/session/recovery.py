@@ -125,30 +125,21 @@ class Recovery:
             raise ProtocolError(f"reassert of {unknown} slots that hold nothing for this session")
 
     def settle(self, engine: Engine) -> None:
-        """Once each process of the engine has spoken or is dead, free those writes of before that nobody claims."""
+        """Once each process of the engine has spoken or is dead, free those writes of before that no rank claims: one
+        that has sealed its part says no more, and one that has not heard of it yet will not begin it."""
         if any(session.recovered for session in engine.sessions.values()):
             return
-        index = engine.tenant.index
-        scheduler = engine.sessions.get(SCHEDULER)
-        of_scheduler = (scheduler.claims if scheduler else None) or set()
-        alive = sum(1 << worker.rank for worker in engine.workers)
-        for offset, write in restored_writes(index, engine):
+        for offset, write in restored_writes(engine.tenant.index, engine):
             claimed = sum(1 << worker.rank for worker in engine.workers if offset in (worker.claims or ()))
-            # The scheduler may have told ranks to write that have not heard of it yet.
-            index.keep_pending(offset, write, (engine.dying >> 1) | (alive if offset in of_scheduler else claimed))
+            engine.tenant.index.keep_pending(offset, write, (engine.dying >> 1) | claimed)
 
     def ended(self, session: Session, offsets: Iterable[int]) -> None:
-        """A rank has ended writes that an earlier daemon gave out: they will not be READY, but are free sooner. Or the
-        scheduler claims them no more: ranks that do not claim them either have ended them in that daemon's time."""
-        engine = session.engine
-        if session.rank == SCHEDULER:
-            (session.claims or set()).difference_update(offsets)
-            self.settle(engine)
-            return
+        """A rank has ended writes that an earlier daemon gave out: they will not be READY, but are free sooner."""
+        index = session.engine.tenant.index
         for offset in offsets:
-            write = engine.tenant.index.writes.get(offset)
-            if write is not None and write.owner is engine and write.restored:
-                engine.tenant.index.keep_pending(offset, write, ~(1 << session.rank))
+            write = index.writes.get(offset)
+            if write is not None and write.owner is session.engine and write.restored and session.rank >= 0:
+                index.keep_pending(offset, write, ~(1 << session.rank))
 
     def check(self, tenant: Tenant, engines: Iterable[Engine]) -> None:
         """Eviction begins when every process of before the restart has spoken or is dead."""
