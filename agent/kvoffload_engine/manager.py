@@ -206,7 +206,9 @@ class KVOffloadManager(OffloadingManager):
 
         None while the answer to a Reserve is late: vLLM then asks again in the next step, twice at most.
         """
-        request = self._requests.get(req_context.req_id) or RequestState(retried_stores=MAX_RETRIES)
+        request = self._requests.get(req_context.req_id)
+        if request is None:  # nobody has said whether its keys are private
+            return PrepareStoreOutput(keys_to_store=[], store_spec=RegionSlots(0, b"", NO_ROW), evicted_keys=[])
         writing, barred = self._writing[request.namespace], self._barred[request.namespace]
         stored = request.stored
         self.link.poll()

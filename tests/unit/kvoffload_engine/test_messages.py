@@ -1,22 +1,19 @@
 """However much an engine holds, what its scheduler and its workers send is taken by the daemon's own decoder."""
 
-import importlib
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from engine_without_vllm import WELCOME, Recorder, make_link, packed
 from kvoffload.errors import DaemonUnavailable
-from kvoffload.protocol.framing import pack_frame
+from kvoffload.layout.pages import build_part_layout
 from kvoffload.protocol.messages import (
     MAX_KEYS,
-    PROTOCOL_VERSION,
     Assign,
     Drain,
     EngineLost,
@@ -24,79 +21,20 @@ from kvoffload.protocol.messages import (
     Fail,
     Found,
     FromDaemon,
-    FromEngine,
     Lookup,
     Mapped,
     Message,
     Reassert,
+    Report,
     Reserve,
     Reserved,
     Seal,
     Unpin,
-    Welcome,
 )
 from kvoffload_engine.reassertion import Held
+from kvoffload_engine.transfer.plan import DeviceTensors
 
 MANY = 20_000
-WELCOME = Welcome(protocol=PROTOCOL_VERSION, epoch=2, region_bytes=1 << 40, extent_bytes=1 << 26)
-
-
-class Recorder:
-    """A session whose daemon decodes everything at once and answers nothing."""
-
-    welcome = WELCOME
-    is_open = True
-
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-
-    def send(self, *messages: Message) -> None:
-        decode = msgspec.msgpack.Decoder(FromEngine).decode
-        for message in messages:
-            payload = msgspec.msgpack.encode(message)
-            pack_frame(payload)
-            self.sent.append(decode(payload))
-
-    def receive(self, _: float) -> list[Message]:
-        return []
-
-    def take_descriptors(self) -> list[int]:
-        return [os.open("/dev/null", os.O_RDONLY) for _ in range(self.num_descriptors)]
-
-    num_descriptors = 1
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The engine's modules, with empty classes in the place of vLLM's."""
-    names = ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.base")
-    modules = {name: ModuleType(name) for name in names}
-    for name in ("GPULoadStoreSpec", "LoadStoreSpec", "OffloadingWorker", "TransferResult"):
-        setattr(modules["vllm.v1.kv_offload.base"], name, type(name, (SimpleNamespace,), {}))
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    ours = {
-        name: importlib.import_module(f"kvoffload_engine.{name}") for name in ("link", "slots", "worker", "worker_link")
-    }
-    yield SimpleNamespace(**ours)
-    for name in ours:
-        del sys.modules[f"kvoffload_engine.{name}"]
-
-
-def packed(count: int) -> bytes:
-    return np.arange(count, dtype="<i8").tobytes()
-
-
-def make_link(engine: SimpleNamespace, num_reads: int = 0, num_writes: int = 0) -> tuple[Any, Recorder]:
-    """A link whose engine became ready, and that holds so much since epoch 1."""
-    last = Recorder()
-    reads, writes = [Held(packed(num_reads), 1, last)], [Held(packed(1), 1)] * num_writes
-    link, session = engine.link.DaemonLink(step_seconds=0.0, holdings=lambda: (reads, writes)), Recorder()
-    link._connector = SimpleNamespace(current=lambda: session)
-    link.poll()
-    link.row, link._is_bound = engine.slots.SlotRow(4096, (0,), (1,), (0,)), True
-    link._reassertion._last_session = last
-    return link, session
 
 
 def make_worker(engine: SimpleNamespace) -> Any:
@@ -181,6 +119,40 @@ def test_a_worker_whose_session_ends_at_once_keeps_the_lock_of_the_last_one_and_
     os.close(lock)
 
 
+def test_a_scheduler_and_a_worker_that_connect_again_let_go_of_the_lock_of_before(engine: SimpleNamespace) -> None:
+    (link, _), worker = make_link(engine), make_worker(engine)
+    seen = []
+    for _ in range(3):
+        session = Recorder()
+        link._reassertion.begin(session)
+        session.num_descriptors = 2
+        worker.link._connected(session)
+        seen.append(len(open_descriptors()))
+    assert len(set(seen)) == 1, "the daemon would believe a process to live that is dead"
+    link._reassertion.close()
+    os.close(worker.link._lock.descriptor)
+
+
+def test_a_worker_reports_once_what_it_moved_and_what_failed(engine: SimpleNamespace) -> None:
+    worker, session = make_worker(engine), Recorder()
+    worker.link._transfer = SimpleNamespace(registration_refused="")
+    worker.link._connector = SimpleNamespace(current=lambda: session)
+    slots = engine.slots.RegionSlots(2, packed(1), None)
+    ended = [(True, 100, ""), (True, 20, ""), (True, 7, "gone"), (False, 3000, ""), (False, 9, "gone"), (False, 9, "x")]
+    for number, (is_store, num_bytes, error) in enumerate(ended):
+        worker._jobs[number] = engine.worker.Job(slots, is_store, SimpleNamespace(total_bytes=num_bytes), error)
+        worker._finish(number, 0.0)
+    for _ in range(2):
+        worker.link.report(force=True)
+    (report,) = [message for message in session.sent if isinstance(message, Report)]
+    assert (report.stored_bytes, report.failed_stores) == (120, 1)
+    assert (report.loaded_bytes, report.failed_loads) == (3000, 2)
+    assert report.note == ""
+    assert [type(message) for message in session.sent] == [Seal, Seal, Fail, Report]
+    assert worker.take_failed_loads() == {4: False, 5: False}
+    assert worker.take_failed_loads() == {}
+
+
 def test_a_store_that_ended_while_a_session_began_is_sealed_without_another_step(engine: SimpleNamespace) -> None:
     """The connector's thread published the session after the model's thread had found none."""
     worker, session = make_worker(engine), Recorder()
@@ -194,12 +166,52 @@ def test_a_store_that_ended_while_a_session_began_is_sealed_without_another_step
     assert (seal.epoch, seal.offsets) == (2, packed(3))
 
 
+@pytest.mark.parametrize(
+    ("is_store", "epoch", "is_connected", "is_begun"),
+    [
+        (True, 2, True, True),
+        (True, 1, True, False),
+        (True, 2, False, False),
+        (False, 1, True, True),
+        (False, 1, False, True),
+        (False, 7, True, False),
+    ],
+)
+def test_a_store_is_begun_in_its_own_epoch_alone_and_a_load_where_its_file_is_mapped(
+    engine: SimpleNamespace, is_store: bool, epoch: int, is_connected: bool, is_begun: bool
+) -> None:
+    """A daemon that was restarted gives away what a rank has not named as its own."""
+    worker, session, started = make_worker(engine), Recorder(), []
+    worker._layout = build_part_layout([[(0, 64)]], blocks_per_chunk=1)
+    worker._tensors = DeviceTensors(np.array([1 << 20]), np.array([64]), 8)
+    worker._transfer = SimpleNamespace(start=lambda job, plan, to_region: started.append((job, to_region)))
+    worker.link.mapping = SimpleNamespace(epochs={1, 2}, address=1 << 30, num_bytes=1 << 20)
+    known = []
+
+    def current() -> Recorder | None:
+        known.append(set(worker._jobs))
+        return session if is_connected else None
+
+    worker.link._connector = SimpleNamespace(current=current)
+    slots = engine.slots.RegionSlots(epoch, packed(1), engine.slots.SlotRow(4096, (0,), (1,), (0,)))
+    device = SimpleNamespace(block_ids=[3], group_sizes=[1], block_indices=[0])
+    assert worker.submit_store(5, device, slots) if is_store else worker.submit_load(5, slots, device)
+    assert known[0] == {5}, "named to a daemon that comes just now"
+    assert started == ([(5, is_store)] if is_begun else [])
+    assert set(worker._jobs) == ({5} if is_begun else set()), "what is under way is named to the next daemon"
+    assert worker.take_failed_loads() == ({} if is_store or is_begun else {5: False})
+    given_up = [message for message in session.sent if isinstance(message, Fail)]
+    assert [(message.epoch, message.offsets) for message in given_up] == (
+        [(epoch, packed(1))] if is_store and is_connected and not is_begun else []
+    )
+
+
 def test_a_scheduler_says_once_why_not_everything_is_stored(
     engine: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     link, session = make_link(engine)
     reasons = ("Allocating", "StateFull", "AllLeased", "StateFull", "")
-    session.receive = lambda _: [Reserved(7, 2, b"", reason) for reason in reasons]
+    session.answers = [Reserved(7, 2, b"", reason) for reason in reasons]
     with caplog.at_level("WARNING"):
         link.poll()
         link.poll()
@@ -210,11 +222,10 @@ def test_a_scheduler_says_once_why_not_everything_is_stored(
 READY = EngineReady(replicated=True, slot_bytes=4096, part_offsets=(0,), sharers=(1,), sharer_index=(0,))
 
 
-def hear(link: Any, session: Any, *messages: FromDaemon) -> None:
+def hear(link: Any, session: Recorder, *messages: FromDaemon) -> None:
     """The scheduler takes in what its daemon says."""
-    session.receive = lambda _: messages
+    session.answers = list(messages)
     link.poll()
-    session.receive = lambda _: []
 
 
 def test_a_pool_that_is_active_again_serves_the_engines_that_it_told_to_leave(engine: SimpleNamespace) -> None:
@@ -314,7 +325,6 @@ def test_a_region_of_fewer_than_eight_slots_is_asked_for_one_and_then_not_for_no
     link.row = engine.slots.SlotRow(WELCOME.region_bytes // 3, (0,), (1,), (0,))
     link.reserve()
     (reserve,) = session.sent
-    session.receive = lambda _: [Reserved(reserve.request, 2, packed(1))]
-    link.poll()
+    hear(link, session, Reserved(reserve.request, 2, packed(1)))
     link.reserve()
     assert [(message.request, message.count) for message in session.sent] == [(reserve.request, 1)]
