@@ -598,6 +598,12 @@ class SessionMachine(RuleBasedStateMachine):
             for offset in engine.pins:
                 self.check_bytes(engine, offset, engine.keys[offset])
 
+    @invariant()
+    def who_is_served_has_all_its_ranks(self) -> None:
+        for engine in getattr(self, "engines", []):
+            if engine.serves:
+                assert all(process.connection is not None for process in engine.processes.values())
+
 
 TestSessions = SessionMachine.TestCase
 TestSessions.settings = settings(max_examples=100, stateful_step_count=80, suppress_health_check=list(HealthCheck))
@@ -714,6 +720,18 @@ def test_a_slot_that_is_leased_twice_is_leased_twice_after_a_restart(life: Sessi
     life.what_is_leased_keeps_its_bytes()
     life.unpin(0, 0, drops=False)
     assert life.index.num_leased == 0
+
+
+def test_an_engine_is_served_again_when_all_its_ranks_are_back(life: SessionMachine) -> None:
+    """And not when one of two has connected again."""
+    engine = life.engines[0]
+    for rank in range(RANKS):
+        life.lose(engine.processes[rank])
+    connect(life, engine, 0)
+    assert not engine.is_ready
+    assert life.registry.traffic.reserve(life.registry.pods["one"].engines[engine.name], 1) == ([], "NotReady")
+    connect(life, engine, 1)
+    assert engine.is_ready
 
 
 def test_credits_end_with_the_schedulers_connection(life: SessionMachine) -> None:
