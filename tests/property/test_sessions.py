@@ -309,7 +309,7 @@ class SessionMachine(RuleBasedStateMachine):
         connection = process.connection
         assert connection is not None
         assert connection.session is not None
-        if connection.session.predecessors:
+        if connection.session.is_unconfirmed:
             self.registry.confirm(connection.session)
         HANDLERS[type(message)](connection, connection.session, message)  # type: ignore[arg-type]
 

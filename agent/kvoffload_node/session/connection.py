@@ -258,7 +258,7 @@ class Connection(asyncio.Protocol):
         handler = HANDLERS.get(kind)
         if handler is None:
             raise ProtocolError("a second Hello")
-        if session.is_silent:
+        if session.is_unconfirmed:
             self.registry.confirm(session)
         handler(self, session, message)
         return kind

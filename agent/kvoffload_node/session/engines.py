@@ -80,8 +80,9 @@ class Session:
     message: str = ""
     predecessors: list[int] = field(default_factory=list)
     """Numbers of the same process' earlier attachments: they count until it is known to have got this one's lock."""
-    is_silent: bool = True
-    """Nothing was heard over its connection but the `Hello`: whether the process got the answer is not known."""
+    is_part: bool = False
+    """Something was heard of the process but its `Hello`, over this connection or one before, or an earlier daemon
+    journaled it: only then is its end a death that the engine misses."""
     recovered: bool = False
     """Journaled by an earlier daemon, and has not yet said what it still reads and writes."""
     claims: set[int] | None = None
@@ -91,6 +92,11 @@ class Session:
     said_writes: set[int] = field(default_factory=set)
     """And the writes in them."""
     unmapping: dict[int, object] = field(default_factory=dict)
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether the next message over its connection says something new: that the process has this one's lock."""
+        return not self.is_part or bool(self.predecessors)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -63,7 +63,9 @@ class Recovery:
             )
             engines[entry.engine] = pod.engines[entry.engine_id] = engine
         before = engine.sessions.get(entry.rank)
-        engine.sessions[entry.rank] = Session(entry.number, engine, entry.rank, entry.process, recovered=True)
+        engine.sessions[entry.rank] = Session(
+            entry.number, engine, entry.rank, entry.process, is_part=True, recovered=True
+        )
         if before is None and entry.rank != SCHEDULER:
             pod.tenant.num_workers += 1
         pod.tenant.index.may_evict = False

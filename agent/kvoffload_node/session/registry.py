@@ -239,7 +239,7 @@ class Registry:
         if before.connection is not None:
             before.connection.end(EndReason.SUCCEEDED)
         session.holder, before.holder = before.holder, {}
-        session.recovered = before.recovered
+        session.recovered, session.is_part = before.recovered, before.is_part
         session.claims = before.claims
         self.revocations.succeeded(before, session)
         session.predecessors = [*before.predecessors, before.number]
@@ -266,7 +266,7 @@ class Registry:
         for number in session.predecessors:
             self._attachments.remove(number)
         session.predecessors = []
-        session.is_silent = False
+        session.is_part = True
 
     def mapped(self, session: Session) -> None:
         """A worker has mapped the region; the last one makes the engine ready."""
@@ -337,15 +337,14 @@ class Registry:
         """The session's process is dead, or gave its first attempt to attach up: then it was never part of the engine,
         and comes again, maybe, to the others that are."""
         engine = session.engine
-        was_attached = bool(not session.is_silent or session.predecessors or session.recovered)
         engine.tenant.index.release(session.holder)
         self.revocations.died(session)
-        self.confirm(session)
-        self._attachments.remove(session.number)
+        for number in (session.number, *session.predecessors):
+            self._attachments.remove(number)
         del engine.sessions[session.rank]
         if session.rank != SCHEDULER:
             engine.tenant.num_workers -= 1
-        if was_attached:
+        if session.is_part:
             engine.broken = True
             self._put_in_quarantine(engine, session.rank)
         self.recovery.settle(engine)
