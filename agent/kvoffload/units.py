@@ -19,6 +19,9 @@ MAX_DIGITS = 100
 QUANTITY_PATTERN = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{1,2})?$"
 """What the API server's schema takes; a minus sign is left out because no bytes are negative."""
 
+WRITE_A_SUFFIX = "write Ki, Mi, Gi, Ti, Pi, Ei (powers of 1024), k, M, G, T, P, E (of 1000), or bytes without a suffix"
+"""The remedy where a suffix is none, for people."""
+
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _EXPONENT = re.compile(r"^[eE][+-]?[0-9]{1,2}$")
@@ -62,10 +65,7 @@ def exact_quantity(value: str) -> Fraction:
     elif _EXPONENT.match(suffix):
         number *= Fraction(10) ** int(suffix[1:])
     else:
-        raise InvalidSpec(
-            f"{value!r} has an unknown suffix {suffix!r}; write Ki, Mi, Gi, Ti, Pi, Ei (powers of 1024), k, M, G, T, "
-            "P, E (of 1000), or bytes without a suffix"
-        )
+        raise InvalidSpec(f"{value!r} has an unknown suffix {suffix!r}; {WRITE_A_SUFFIX}")
     return -number if sign == "-" else number
 
 

@@ -58,7 +58,7 @@ class Answer:
 
     keys: Sequence[bytes]
     session: Session
-    row: SlotRow | None
+    row: SlotRow
     """That of the slots it leases; the engine's may be another one by now."""
     is_complete: bool = False
     is_abandoned: bool = False
@@ -126,13 +126,13 @@ class DaemonLink:
 
     def look_up(self, keys: Sequence[bytes], namespace: int) -> Answer | None:
         """Ask for these keys, and wait as long as the step may. None: everything is a miss."""
-        session = self.serving
-        if session is None:
+        session, row = self.serving, self.row
+        if session is None or row is None:
             return None
         if not self._is_bound:
             self._is_bound = True  # a refusal comes as Refused and takes the row away
             self._send(session, Bind(self._none_hash(), len(keys[0]), self.is_private))
-        answer = Answer(keys[:MAX_KEYS], session, self.row)
+        answer = Answer(keys[:MAX_KEYS], session, row)
         if not self._send(session, Lookup(self._number(answer), b"".join(answer.keys), namespace)):
             return None
         self.wait_for(answer)
@@ -203,8 +203,8 @@ class DaemonLink:
         """What was stored before is not hit any more. Unused slots go back: a store to them would count as before
         it."""
         session = self.poll()
-        self._unconfirmed_generation = self._next_number
         if session is None:
+            self._unconfirmed_generation = self._next_number
             return
         self._give_back_slots(session)
         self._send_generation(session)

@@ -189,17 +189,17 @@ class KVOffloadManager(OffloadingManager):
         that every worker fails, and so a recomputation."""
         request = self._requests[req_context.req_id]
         answer = request.answer
-        leased = answer.offsets if answer is not None else {}
-        offsets = [leased.pop(key, -1) for key in keys]
-        epoch = answer.session.welcome.epoch if answer is not None else 0
-        session = answer.session if answer is not None else None
-        row = answer.row if answer is not None else None
-        held = Held(pack(offset for offset in offsets if offset >= 0), epoch, session)
+        if answer is None:
+            self._loads[req_context.req_id] = Load(tuple(keys), request.namespace, Held(b"", 0))
+            return RegionSlots(0, pack([-1] * len(keys)), NO_ROW, self.pageable)
+        offsets = [answer.offsets.pop(key, -1) for key in keys]
+        epoch = answer.session.welcome.epoch
+        held = Held(pack(offset for offset in offsets if offset >= 0), epoch, answer.session)
         # In this order: a restarting daemon is told of all loads that are here when we connect to it.
         self._loads[req_context.req_id] = Load(tuple(keys), request.namespace, held)
-        if answer is None or not answer.session.is_open or -1 in offsets:
+        if not answer.session.is_open or -1 in offsets:
             epoch = 0
-        return RegionSlots(epoch, pack(offsets), row or NO_ROW, self.pageable)
+        return RegionSlots(epoch, pack(offsets), answer.row, self.pageable)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserved slots for the keys that the region does not have yet; as many as there are, the first ones first.

@@ -1,7 +1,8 @@
 """Offsets as they stand in messages: packed little-endian int64.
 
-Runs in vLLM's engine core, called by `kvoffload_engine.manager`, `link` and `credits` for whole look-ups and stores at
-once: numpy, which the node daemon's own (`kvoffload_node.session.packing`) need not load.
+Runs in vLLM's engine core and workers, called by `kvoffload_engine.manager`, `link`, `credits`, `worker` and
+`worker_link` for whole look-ups and stores at once: numpy, which the node daemon's own
+(`kvoffload_node.session.packing`) need not load.
 """
 
 from collections.abc import Iterable

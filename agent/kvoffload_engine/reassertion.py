@@ -1,8 +1,9 @@
 """What workers may be touching, and which session of the scheduler answers for it: told again to each new daemon.
 
-Runs in vLLM's engine core; used by `kvoffload_engine.link` alone (`kvoffload_engine.worker_link` tells what a worker
-copies). `begin` runs in the connector's thread, before the scheduler's thread sees the session; the rest in the
-scheduler's. It sends nothing but the reassertion, and knows neither what is asked of a session nor what is stored.
+Runs in vLLM's engine core; used by `kvoffload_engine.link` (`kvoffload_engine.worker_link` tells what a worker
+copies); `Held` is also made by `kvoffload_engine.manager`. `begin` runs in the connector's thread, before the
+scheduler's thread sees the session; the rest in the scheduler's. It sends nothing but the reassertion, and knows
+neither what is asked of a session nor what is stored.
 
     loads     leased by the session that found them, and by each later one that was told of them when it began
     stores    told by epoch and offset; no session leases them

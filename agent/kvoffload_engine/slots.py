@@ -1,7 +1,7 @@
 """What the scheduler tells the workers about one job: which slots, and how a slot is laid out. Pickled by vLLM.
 
-Made by `kvoffload_engine.manager` (scheduler process), read by `kvoffload_engine.worker`; so a worker needs no
-message of its own to copy.
+Made by `kvoffload_engine.manager` (scheduler process), read by `kvoffload_engine.worker` and `worker_link`; so a worker
+needs no message of its own to copy.
 """
 
 from dataclasses import dataclass

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffload.errors import KVOffloadError
 from kvoffload.layout.pages import PartLayout
 from kvoffload.protocol.messages import Hello
 from kvoffload_engine.log import logger
+from kvoffload_engine.offsets import unpack
 from kvoffload_engine.slots import RegionSlots
 from kvoffload_engine.transfer.backend import Transfer
 from kvoffload_engine.transfer.checksums import PageChecksums
@@ -148,7 +148,7 @@ class KVOffloadWorker(OffloadingWorker):
                 block_ids=device.block_ids,
                 group_sizes=device.group_sizes,
                 block_indices=device.block_indices,
-                slot_offsets=np.frombuffer(slots.offsets, dtype="<i8"),
+                slot_offsets=unpack(slots.offsets),
                 slot_bytes=slots.row.slot_bytes,
                 part_offset=slots.row.part_offsets[self._rank],
                 region_address=mapping.address,

@@ -2,7 +2,7 @@
 
 Runs in vLLM's workers; used by `kvoffload_engine.worker` alone. It knows sessions, epochs and mappings, but neither
 copies nor vLLM. `_connected`, `_readable` and `_tick` run in the connector's thread, the rest in the thread that runs
-the model.
+the model; `report` and `_send_unsent` in both.
 
     session  Welcome (+ region, lock) -> mapped, unless it is the region that is mapped -> what copies still touch is
              re-asserted, Mapped
@@ -15,8 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from kvoffload.errors import DaemonUnavailable
 from kvoffload.protocol.client import Connector, Session
@@ -38,6 +36,7 @@ from kvoffload.protocol.messages import (
 from kvoffload_engine.attachment import AttachmentLock
 from kvoffload_engine.log import logger
 from kvoffload_engine.mapping import RegionMapping
+from kvoffload_engine.offsets import unpack
 from kvoffload_engine.slots import RegionSlots
 from kvoffload_engine.transfer.backend import Transfer
 
@@ -214,7 +213,7 @@ class WorkerLink:
                 self._log_row(message)
 
     def _revoke(self, session: Session, message: Revoke) -> None:
-        self._transfer.extents_revoked(np.frombuffer(message.extents, dtype="<i8").tolist())
+        self._transfer.extents_revoked(unpack(message.extents).tolist())
         session.send(Revoked(message.extents))
 
     def _log_row(self, ready: EngineReady) -> None:

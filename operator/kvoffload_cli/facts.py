@@ -1,6 +1,6 @@
 """What the plugin knows of a cluster, as frozen values: `observe.py` makes them, `checks/` judges them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -27,6 +27,29 @@ class Part(StrEnum):
     CRDS = "CRDs"
     VERSION = "the server's version"
     WEBHOOK_CALL = "the webhook's answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A container that waits, in the kubelet's words."""
+
+    container: str
+    reason: str
+    message: str = ""
+
+    def __str__(self) -> str:
+        """For people, without the message."""
+        return f"{self.container} {self.reason or 'waits'}"
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether what it waits for comes by itself."""
+        return self.reason in ("", *PASSING_WAITS)
+
+
+def lacks_image(waits: Iterable[Wait]) -> bool:
+    """Whether a container does not get its image."""
+    return any("Image" in wait.reason for wait in waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +114,7 @@ class DaemonPod:
     num_restarts: int
     unscheduled: str = ""
     """Why the pod has no node, in the scheduler's words; empty where it has one, or is about to."""
-    waits: tuple[tuple[str, str], ...] = ()
-    """Containers that wait, each with the kubelet's reason."""
+    waits: tuple[Wait, ...] = ()
     is_deleting: bool = False
     created_at: datetime | None = None
     mount_failure: str = ""
@@ -101,12 +123,7 @@ class DaemonPod:
     @property
     def waiting(self) -> str:
         """What it waits for, for people; empty if nothing."""
-        return self.unscheduled or ", ".join(f"{container} {reason}" for container, reason in self.waits)
-
-    @property
-    def lacks_image(self) -> bool:
-        """Whether a container does not get its image."""
-        return any("Image" in reason for _, reason in self.waits)
+        return self.unscheduled or ", ".join(map(str, self.waits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,24 +154,18 @@ class RolloutFailure:
 
     pod: str
     """The pod's name; empty where the Deployment itself says it."""
-    reasons: tuple[str, ...]
-    """Of the pod's containers that wait, in the kubelet's words (`ErrImagePull`, `CrashLoopBackOff`); else one: the
-    scheduler's word, or the type of the Deployment's condition."""
     message: str
+    waits: tuple[Wait, ...] = ()
+    """The pod's containers that wait in vain; none where the scheduler or the Deployment says it."""
 
     def __str__(self) -> str:
         """For people."""
         return f"pod {self.pod}: {self.message}" if self.pod else self.message
 
     @property
-    def lacks_image(self) -> bool:
-        """Whether a container of the pod does not get its image."""
-        return bool(self.pod) and any("Image" in reason for reason in self.reasons)
-
-    @property
     def ends_at_once(self) -> bool:
         """Whether a container of the pod is started and ends again and again: its log says why."""
-        return "CrashLoopBackOff" in self.reasons
+        return any(wait.reason == "CrashLoopBackOff" for wait in self.waits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Reading a cluster part by part, where what cannot be read is unknown and does not end the rest. For `observe`."""
+"""Reading a cluster part by part, where what cannot be read is unknown and does not end the rest. For `observe`; its
+paths are also for who lists pools itself."""
 
 from collections.abc import Callable, Iterable
 from datetime import datetime

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvoffload.api import keys
 from kvoffload.api.opt_in import came_label_late
-from kvoffload_cli.facts import PASSING_WAITS, DaemonPod, OptedInPod, RolloutFailure
+from kvoffload_cli.facts import DaemonPod, OptedInPod, RolloutFailure, Wait
 from kvoffload_cli.observe_release import has_condition
 
 Manifest = Mapping[str, Any]
@@ -22,14 +22,18 @@ def labels_of(manifest: Manifest) -> Mapping[str, str]:
     return manifest["metadata"].get("labels") or {}
 
 
+def path_of(pod: Manifest) -> str:
+    """A pod's path at the API server."""
+    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+
+
 def metrics_proxy(pod: Manifest) -> str | None:
     """Where the API server passes requests on to the pod's port `metrics`; None where it has none, or does not run."""
     ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
     port = next((port["containerPort"] for port in ports if port.get("name") == "metrics"), None)
     if port is None or pod.get("status", {}).get("phase") != "Running":
         return None
-    metadata = pod["metadata"]
-    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy"
+    return f"{path_of(pod)}:{port}/proxy"
 
 
 def count_restarts(pod: Manifest) -> int:
@@ -57,46 +61,40 @@ def last_end(pod: Manifest) -> str:
 
 def waiting_reasons(pod: Manifest) -> str:
     """Why containers wait: `vllm CrashLoopBackOff`; empty where none does."""
-    return ", ".join(f"{container} {reason}" for container, reason in container_waits(pod))
+    return ", ".join(map(str, container_waits(pod)))
 
 
-def container_waits(pod: Manifest) -> tuple[tuple[str, str], ...]:
-    """Containers that wait, each with the kubelet's reason."""
+def container_waits(pod: Manifest) -> tuple[Wait, ...]:
+    """Containers that wait."""
     return tuple(
-        (container["name"], container["state"]["waiting"].get("reason", "waits"))
+        Wait(container["name"], waiting.get("reason", ""), waiting.get("message", ""))
         for container in _container_statuses(pod)
-        if "waiting" in container.get("state", {})
+        if (waiting := container.get("state", {}).get("waiting")) is not None
     )
-
-
-def _unscheduled(pod: Manifest) -> Manifest | None:
-    """The pod's condition that says why it has no node; None where it has one, or is about to."""
-    conditions = pod.get("status", {}).get("conditions", [])
-    return next((one for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), None)
 
 
 def not_scheduled(pod: Manifest) -> str:
     """Why the pod has no node, in the scheduler's words; empty where it has one, or is about to."""
-    found = _unscheduled(pod)
-    return f"not scheduled: {found.get('message', found.get('reason', ''))}" if found else ""
+    return next(
+        (
+            f"not scheduled: {one.get('message', one.get('reason', ''))}"
+            for one in pod.get("status", {}).get("conditions", [])
+            if one["type"] == "PodScheduled" and one["status"] == "False"
+        ),
+        "",
+    )
 
 
 def waits_in_vain(pod: Manifest) -> RolloutFailure | None:
     """What the pod waits for that will not come by itself, in the words of scheduler or kubelet; None if nothing."""
     name = pod["metadata"]["name"]
-    if unscheduled := _unscheduled(pod):
-        return RolloutFailure(pod=name, reasons=(unscheduled.get("reason", ""),), message=not_scheduled(pod))
-    waits = [
-        (container["name"], container["state"]["waiting"])
-        for container in _container_statuses(pod)
-        if container.get("state", {}).get("waiting", {}).get("reason", PASSING_WAITS[0]) not in PASSING_WAITS
-    ]
+    if said := not_scheduled(pod):
+        return RolloutFailure(name, said)
+    waits = tuple(wait for wait in container_waits(pod) if not wait.is_passing)
     if not waits:
         return None
-    said = [
-        ": ".join(filter(None, (f"{container} {wait['reason']}", wait.get("message")))) for container, wait in waits
-    ]
-    return RolloutFailure(pod=name, reasons=tuple(wait["reason"] for _, wait in waits), message="; ".join(said))
+    words = [": ".join(filter(None, (str(wait), wait.message))) for wait in waits]
+    return RolloutFailure(name, "; ".join(words), waits)
 
 
 def _container_statuses(pod: Manifest) -> Iterable[Manifest]:

@@ -1,6 +1,6 @@
 """From Deployments, DaemonSets, their pods and events to facts: what runs, and what keeps the rest from running.
 
-For `observe`.
+For `observe`; `bundle.contents` sorts events by the same time.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from kvoffload.api import keys
 from kvoffload_cli.facts import DaemonPod, DaemonSetFacts, Part, RolloutFailure, Workload
 from kvoffload_cli.observation import Observation
 from kvoffload_cli.observe_pods import daemon_pod, labels_of, waits_in_vain
-from kvoffload_cli.observe_release import Manifest, has_condition
+from kvoffload_cli.observe_release import Manifest, has_condition, release_of
 
 GIVEN_UP = (("ReplicaFailure", "True"), ("Progressing", "False"))
 """Conditions by which a Deployment says that it does not go on: its pods are refused, or not ready in time."""
@@ -91,9 +91,7 @@ def workload_facts(deployment: Manifest, pods: Iterable[Manifest]) -> Workload:
         if "deletionTimestamp" not in pod["metadata"] and (failure := waits_in_vain(pod))
     ]
     said = [
-        RolloutFailure(
-            pod="", reasons=(one["type"],), message=f"{one['type']} is {one['status']}: {one.get('message', '')}"
-        )
+        RolloutFailure(pod="", message=f"{one['type']} is {one['status']}: {one.get('message', '')}")
         for one in status.get("conditions", [])
         if (one["type"], one["status"]) in GIVEN_UP
     ]
@@ -103,7 +101,7 @@ def workload_facts(deployment: Manifest, pods: Iterable[Manifest]) -> Workload:
         component=labels_of(deployment).get("app.kubernetes.io/component", ""),
         num_desired=num_desired,
         num_ready=status.get("readyReplicas", 0),
-        release=labels_of(deployment).get("app.kubernetes.io/instance", ""),
+        release=release_of(deployment),
         is_rolling_out=not is_observed
         or status.get("updatedReplicas", 0) < num_desired
         or status.get("unavailableReplicas", 0) > 0,

@@ -10,9 +10,9 @@ GROUP = "kvoffload.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 DAEMON_METRICS_PORT = 9420
+"""Where the daemon's pod shows /metrics, /healthz and /readyz."""
 CERTIFICATE_PATH = "/certificate"
 """At the port `metrics` of the webhook's pods: the certificate that it serves now, in PEM."""
-"""Where the daemon's pod shows /metrics, /healthz and /readyz."""
 ATTACHER_PORT = 9421
 """Where its container of the attacher shows /healthz."""
 POOL_PLURAL = "kvoffloadpools"

@@ -5,6 +5,7 @@ each from the bounds of the fields; what it takes for boundless, it refuses.
 """
 
 from kvoffload.api.model import MAX_BYTE_COUNT
+from kvoffload.units import WRITE_A_SUFFIX
 
 
 def _bytes(field: str) -> str:
@@ -34,7 +35,6 @@ QUOTA_RULES: list[dict[str, str]] = [
 ]
 
 _IS_CAPACITY = "(type(self.capacity) == int || isQuantity(self.capacity))"
-_UNITS_TAKEN = "write Ki, Mi, Gi, Ti, Pi, Ei (powers of 1024), k, M, G, T, P, E (of 1000), or bytes without a suffix"
 
 
 def _of_capacity(rule: str) -> str:
@@ -53,8 +53,8 @@ _GUARANTEED = f"self.quotas.map(q, {_bytes('q.guaranteed')}).sum()"
 SPEC_RULES: list[dict[str, str]] = [
     {
         "rule": _IS_CAPACITY,
-        "messageExpression": f"'%s is no quantity; {_UNITS_TAKEN}'.format([self.capacity])",
-        "message": f"capacity must be a quantity; {_UNITS_TAKEN}",
+        "messageExpression": f"'%s is no quantity; {WRITE_A_SUFFIX}'.format([self.capacity])",
+        "message": f"capacity must be a quantity; {WRITE_A_SUFFIX}",
         "fieldPath": ".capacity",
     },
     {

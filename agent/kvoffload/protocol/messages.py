@@ -226,7 +226,8 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class EngineReady(Message, frozen=True, tag="ready"):
-    """Pushed to the scheduler and the workers when all ranks have mapped."""
+    """Pushed to the scheduler and the workers when all ranks have mapped, and when a paused pool is active again: ends
+    `EngineLost` and `Drain`. The row may be another one than before; unused slots then go back by `Fail`."""
 
     replicated: bool
     slot_bytes: Positive
@@ -237,7 +238,8 @@ class EngineReady(Message, frozen=True, tag="ready"):
 
 
 class EngineLost(Message, frozen=True, tag="lost"):
-    """Pushed when a rank's session ended: until `EngineReady` comes again every look-up is a miss."""
+    """Pushed when a rank's session ended or the pool is paused: until `EngineReady` comes again every look-up is a
+    miss."""
 
     message: LongText
 
@@ -273,7 +275,8 @@ class Revoke(Message, frozen=True, tag="revoke"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """The daemon stops or the pool is paused: finish what is in flight, start nothing new, reconnect later."""
+    """The daemon stops, and its successor is to be connected to, or the pool is paused, and `EngineReady` comes over
+    this session again: finish what is in flight, start nothing new until then."""
 
     message: LongText
 

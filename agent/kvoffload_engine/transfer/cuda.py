@@ -1,6 +1,7 @@
 """Copies for KV caches on a GPU: batched, asynchronous, on streams of their own, in vLLM's own way.
 
-Runs in vLLM's workers, called by `kvoffload_engine.worker`. Order, for each direction:
+Runs in vLLM's workers, called by `kvoffload_engine.worker` and, about the region, by `worker_link`. Order, for each
+direction:
 
     compute stream   ──model──┐ wait_stream       (a store reads what the model wrote; a load's target may still be
     transfer stream           └─ start event ─ copies ─ end event                          zeroed or written by it)

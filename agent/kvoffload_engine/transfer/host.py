@@ -1,7 +1,7 @@
 """Copies for KV caches in host memory (vLLM's CPU platform): done at once, in the calling thread.
 
-Runs in vLLM's workers on the CPU platform, called by `kvoffload_engine.worker`. The model has run in the same
-thread, so there is nothing to wait for.
+Runs in vLLM's workers on the CPU platform, called by `kvoffload_engine.worker` and, about the region, by `worker_link`.
+The model has run in the same thread, so there is nothing to wait for.
 """
 
 import ctypes

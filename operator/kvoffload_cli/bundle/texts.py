@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from kvoffload.api import keys
 from kvoffload_cli.bundle.parts import MAX_TEXT_BYTES, Bundle
 from kvoffload_cli.kube import Reader
-from kvoffload_cli.observe_pods import Manifest, labels_of, metrics_proxy
+from kvoffload_cli.observe_pods import Manifest, labels_of, metrics_proxy, path_of
 from kvoffload_cli.observe_release import has_condition
 
 CONTAINERS = ("operator", "webhook", "daemon", "attacher", "mount-hugetlbfs")
@@ -83,11 +83,6 @@ def read_tail(reader: Reader, path: str, query: Mapping[str, str]) -> tuple[str,
         if len(text.encode()) < MAX_TEXT_BYTES:
             break
     return text, num_lines
-
-
-def path_of(pod: Manifest) -> str:
-    """A pod's path at the API server."""
-    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
 
 
 def file_name(pod: Manifest) -> str:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from kvoffload.api.conditions import RegionCondition, RegionReason, find
 from kvoffload.api.pool import Fallback, KVOffloadPool, Mode
 from kvoffload.api.region import KVOffloadRegion
-from kvoffload_cli.facts import PASSING_WAITS, ClusterFacts, DaemonPod, NodeFacts
+from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts
 
 STARTING = timedelta(minutes=2)
 """How long a new daemon's pod may take to be ready (its image is pulled, its pages are reserved), and a new pool or
@@ -74,7 +74,7 @@ def fails(pod: DaemonPod) -> bool:
     """Whether the pod waits for something that will not come by itself."""
     if pod.phase == "Failed" or pod.mount_failure or pod.unscheduled:
         return True
-    return any(reason not in PASSING_WAITS for _, reason in pod.waits)
+    return not all(wait.is_passing for wait in pod.waits)
 
 
 def is_passing(facts: ClusterFacts, *, pool: str, node: str) -> bool:

@@ -22,7 +22,7 @@ from kvoffload_cli.checks.causes import (
 )
 from kvoffload_cli.checks.finding import Found, Severity
 from kvoffload_cli.checks.nodes import misses_kubelet_folder
-from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, Part
+from kvoffload_cli.facts import ClusterFacts, DaemonPod, NodeFacts, Part, lacks_image
 from kvoffload_cli.remedies import MEND_IMAGE
 
 MANY_RESTARTS = 5
@@ -132,7 +132,7 @@ def daemon_does_not_run(facts: ClusterFacts) -> Found:
             why = ": ".join(filter(None, (pod.waiting, pod.mount_failure))) or "not ready"
             message = f"{pod.phase} on node {pod.node or '(none)'}: {why}"
             remedy = f"kubectl -n {pod.namespace} describe pod {pod.name}"
-            if pod.lacks_image:
+            if lacks_image(pod.waits):
                 remedy = f"{MEND_IMAGE}; the kubelet's words: {remedy}"
             yield Severity.ERROR, subject, message, remedy
         if pod.num_restarts >= MANY_RESTARTS:

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from kvoffload.api.keys import APPLY_CRDS_COMMAND
 from kvoffload_cli.checks.finding import Found, Severity
-from kvoffload_cli.facts import CertificateFacts, ClusterFacts, Part, Workload
+from kvoffload_cli.facts import CertificateFacts, ClusterFacts, Part, Workload, lacks_image
 from kvoffload_cli.remedies import MEND_IMAGE
 
 OLDEST_KUBERNETES = (1, 32)
@@ -83,7 +83,7 @@ def mend_rollout(workload: Workload) -> str:
     """What helps new pods that do not run, by what the first of them says; and the way back."""
     there, failure = f"kubectl -n {workload.namespace}", workload.failures[0]
     mend = f"{there} describe deployment {workload.name}"
-    if failure.lacks_image:
+    if lacks_image(failure.waits):
         mend = MEND_IMAGE
     elif failure.ends_at_once:
         mend = f"{there} logs {failure.pod} --previous"

@@ -328,13 +328,8 @@ class CertificateWatch:
         self._source = source
         self._loaded: tuple[bytes, bytes] | None = None
         self._expires_at: datetime | None = None
-
-    @property
-    def certificate(self) -> bytes | None:
+        self.certificate: bytes | None = None
         """What is served now, in PEM, without what whoever gave it put beside it, its key perhaps; None before that."""
-        if self._loaded is None:
-            return None
-        return x509.load_pem_x509_certificate(self._loaded[0]).public_bytes(serialization.Encoding.PEM)
 
     def has_expired(self, now: datetime) -> bool:
         """Whether what is served has come to its end: the API server then calls nobody with it."""
@@ -366,6 +361,7 @@ class CertificateWatch:
                 return context
             context = load_context(*pair, context)
             begins, self._expires_at = _validity(pair[0])
+            self.certificate = x509.load_pem_x509_certificate(pair[0]).public_bytes(serialization.Encoding.PEM)
         except Exception as error:  # noqa: BLE001 -- whatever the source holds, what is served stays served
             words = f"{type(error).__name__}: {error}"
             logger.warning("serving certificate not read, the present one stays: %.500s", words)

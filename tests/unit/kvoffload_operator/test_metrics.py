@@ -42,7 +42,8 @@ def test_what_alerts_count_is_there_before_the_first_event() -> None:
         f'{name}{{reason="",result="{result}"}}' for result in ("injected", "unchanged", "error", "invalid")
     } <= shown
     assert {f'{name}{{reason="{reason}",result="skipped"}}' for reason in SkipReason} <= shown
-    assert {f'kvoffload_operator_reconcile_errors_total{{kind="{kind}"}}' for kind in ("pool", "pod")} <= shown
+    tasks = ("pool", "pod", "resync", "webhook", "sweep")
+    assert {f'kvoffload_operator_reconcile_errors_total{{kind="{task}"}}' for task in tasks} <= shown
 
 
 def degraded(status: str, reason: str) -> dict[str, object]:
