@@ -14,16 +14,22 @@ from kvoffload_node.region.region import Region
 
 
 def open_region(
-    folder: Path, *, extent_bytes: int, num_extents: int = 8, failures: Failures | None = None, **spec: Any
+    folder: Path,
+    *,
+    extent_bytes: int,
+    num_extents: int = 8,
+    mount: Mount | None = None,
+    failures: Failures | None = None,
+    **spec: Any,
 ) -> Region:
-    """With extents of one page each. `spec`: more fields of the region's spec."""
+    """With extents of one page each, and its files in `folder` where no mount is given. `spec`: more fields of it."""
 
     async def revoke(*_: object) -> None:
         """Nobody maps anything."""
 
     region = Region(
         spec_of(extent_bytes=extent_bytes, num_extents=num_extents, **spec),
-        mount=Mount(folder, extent_bytes, is_hugetlbfs=False),
+        mount=mount or Mount(folder, extent_bytes, is_hugetlbfs=False),
         state_folder=folder,
         paths=HostPaths.below(Path("/")),
         revoke=revoke,

@@ -213,7 +213,7 @@ class Daemon:
             except PagesUnavailable as error:
                 self._pages_problem = Problem(
                     *explain_shortage(
-                        self.paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
+                        self.paths, wanted_bytes=region.extents.unallocated_bytes, page_bytes=region.mount.page_bytes
                     )
                 )
                 log.warning("%s (%s)", self._pages_problem.message, error)
@@ -226,7 +226,11 @@ class Daemon:
     def _check_limit(self, region: Region) -> None:
         """A reservation is not charged to the cgroup, extents are: better to know now. Raises PagesUnavailable."""
         limit = read_hugepage_limit(self.paths, region.mount.page_bytes)
-        if region.mount.is_hugetlbfs and limit and limit.limit_bytes - limit.used_bytes < region.unallocated_bytes:
+        if (
+            region.mount.is_hugetlbfs
+            and limit
+            and limit.limit_bytes - limit.used_bytes < region.extents.unallocated_bytes
+        ):
             raise PagesUnavailable(f"the cgroup's limit is {limit.limit_bytes} bytes, {limit.used_bytes} are used")
 
     async def _sweep(self, registry: Registry) -> None:

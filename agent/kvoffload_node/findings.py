@@ -94,7 +94,7 @@ def _build_pages(situation: Situation, paths: HostPaths) -> Finding:
         return Finding(kind, False, RegionReason.REGION_UNUSABLE, message)
     if region.extents.problem:
         reason, message = explain_shortage(
-            paths, wanted_bytes=region.unallocated_bytes, page_bytes=region.mount.page_bytes
+            paths, wanted_bytes=region.extents.missing_bytes, page_bytes=region.mount.page_bytes
         )
         return Finding(kind, False, reason, f"{region.extents.problem}: {message}")
     capacity, page = format_bytes(region.capacity_bytes), format_bytes(region.mount.page_bytes)

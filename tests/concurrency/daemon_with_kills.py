@@ -19,6 +19,7 @@ STEPS: list[tuple[str, Any, str]] = [
     ("journal.ready", journal.TenantJournal, "ready"),
     ("journal.free", journal.TenantJournal, "free"),
     ("journal.extent", journal.TenantJournal, "extent"),
+    ("reservation.resize", hugetlbfs.Reservation, "resize"),
     ("file.allocate", hugetlbfs.RegionFile, "allocate"),
     ("catalog.write", region, "write_catalog"),
     ("attachment.create", locks.Attachments, "create"),

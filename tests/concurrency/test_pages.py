@@ -1,5 +1,6 @@
 """Region files and reservations on a real hugetlbfs: pages are had whole or not at all (cases 21 and 22)."""
 
+import asyncio
 import mmap
 import os
 import shutil
@@ -14,7 +15,10 @@ import pytest
 from byte_engine import ByteEngine, key_of
 from daemon_process import PAGE_BYTES, DaemonProcess, hugetlb_mount, wait_until
 from kvoffload.errors import PagesUnavailable
-from kvoffload_node.region.hugetlbfs import NoHugetlbfs, RegionFile, Reservation, read_mount
+from kvoffload_node.region import extents
+from kvoffload_node.region.extents import HEADROOM_EXTENTS
+from kvoffload_node.region.hugetlbfs import Mount, NoHugetlbfs, RegionFile, Reservation, read_mount
+from region_on_disk import open_region
 
 NUM_PAGES = 8
 pytestmark = pytest.mark.hugepages
@@ -151,20 +155,100 @@ def test_case_21_a_cgroup_limit_below_the_capacity_is_named_with_both_numbers(
         cgroup.rmdir()
 
 
-@pytest.mark.alone  # another test that adds pages to the node gives the thief what the mount's limit would not
+def test_an_extent_comes_from_what_is_kept_and_the_rest_stays_kept(mount: Path) -> None:
+    reservation = Reservation(mount, is_hugetlbfs=True)
+    reservation.resize(NUM_PAGES * PAGE_BYTES)
+    file, thief = (RegionFile(mount / name, NUM_PAGES * PAGE_BYTES) for name in ("file", "thief"))
+    reservation.hand_over(file, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+    assert (file.allocated_bytes, reservation.num_bytes) == (3 * PAGE_BYTES, (NUM_PAGES - 3) * PAGE_BYTES)
+    with pytest.raises(PagesUnavailable):
+        thief.allocate(0, PAGE_BYTES)
+    for one in (reservation, file, thief):
+        one.close()
+
+
+@pytest.fixture
+def robbed(mount: Path, monkeypatch: pytest.MonkeyPatch) -> RegionFile:
+    """A thief's file: it takes one page between the first two system calls in which a page belongs to nobody."""
+    thief = RegionFile(mount / "thief", PAGE_BYTES)
+    resize = Reservation.resize
+
+    def resize_and_be_robbed(self: Reservation, num_bytes: int) -> None:
+        shrinks = num_bytes < self.num_bytes
+        resize(self, num_bytes)
+        if shrinks and not thief.allocated_bytes:
+            monkeypatch.setattr(Reservation, "resize", resize)
+            thief.allocate(0, PAGE_BYTES)
+
+    monkeypatch.setattr(Reservation, "resize", resize_and_be_robbed)
+    return thief
+
+
+def test_an_extent_that_was_robbed_is_given_back_whole(mount: Path, robbed: RegionFile) -> None:
+    reservation = Reservation(mount, is_hugetlbfs=True)
+    reservation.resize(4 * PAGE_BYTES)
+    elsewhere = RegionFile(mount / "somebody-else", NUM_PAGES * PAGE_BYTES)
+    elsewhere.allocate(0, 4 * PAGE_BYTES)
+    file = RegionFile(mount / "file", NUM_PAGES * PAGE_BYTES)
+    with pytest.raises(PagesUnavailable):
+        reservation.hand_over(file, 0, 2 * PAGE_BYTES)
+    assert (file.allocated_bytes, reservation.num_bytes) == (0, 3 * PAGE_BYTES)
+    reservation.hand_over(file, 0, 3 * PAGE_BYTES)
+    assert (file.allocated_bytes, reservation.num_bytes) == (3 * PAGE_BYTES, 0)
+    for one in (reservation, elsewhere, file, robbed):
+        one.close()
+
+
+async def test_a_page_that_was_robbed_is_missed_alone_and_comes_back(
+    mount: Path, folder: Path, robbed: RegionFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extents, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(extents, "HEADROOM_EXTENTS", NUM_PAGES)
+    region = open_region(
+        folder, extent_bytes=PAGE_BYTES, num_extents=NUM_PAGES, mount=Mount(mount, PAGE_BYTES, is_hugetlbfs=True)
+    )
+    region.reserve_pages()
+    tenant, pool = region.tenant_for("default", "uid"), region.extents
+    tenant.num_workers = 1
+    running = asyncio.create_task(pool.run())
+
+    async def until_spare(count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(tenant.index.spare) != count:  # noqa: ASYNC110 - the pool has no event for it
+                await asyncio.sleep(0.001)
+
+    try:
+        pool.wake()
+        await until_spare(NUM_PAGES - 1)
+        assert isinstance(pool.problem, PagesUnavailable)
+        assert pool.missing_bytes == PAGE_BYTES
+        assert caplog.text.count("the capacity is not all there") == 1
+        robbed.punch(0, PAGE_BYTES)
+        await until_spare(NUM_PAGES)
+        assert (pool.problem, pool.missing_bytes) == (None, 0)
+    finally:
+        running.cancel()
+        region.close()
+        robbed.close()
+
+
 def test_case_22_pages_once_reserved_cannot_be_taken_by_another_program(mount: Path, folder: Path) -> None:
     thief = RegionFile(mount / "thief", NUM_PAGES * PAGE_BYTES)
     with DaemonProcess(folder, capacity_bytes=NUM_PAGES * PAGE_BYTES, mount=mount) as daemon:
         wait_until(lambda: daemon.readyz()[0] == 200)
         engine = ByteEngine(daemon.attach("pod"), "engine")
         engine.connect()
-        for number in range(NUM_PAGES * PAGE_BYTES // engine.slot_bytes // 16):
+        keys: list[bytes] = []
+        for extent in range(NUM_PAGES):
+            ahead = min(NUM_PAGES, extent + HEADROOM_EXTENTS) / NUM_PAGES
+            wait_until(lambda: daemon.metrics()["kvoffload_prefault_ratio"] == ahead)  # noqa: B023 - called at once
             with pytest.raises(PagesUnavailable):
                 thief.allocate(0, PAGE_BYTES)
-            engine.wait_for_room(16)
-            keys = [key_of(number * 16 + i) for i in range(16)]
-            engine.store(keys)
-            wait_until(lambda: -1 not in engine.lookup(keys))  # noqa: B023 - called at once
+            new = [key_of(len(keys) + number) for number in range(PAGE_BYTES // engine.slot_bytes)]
+            engine.store(new)
+            wait_until(lambda: -1 not in engine.lookup(new))  # noqa: B023 - called at once
+            keys += new
+        assert -1 not in engine.lookup(keys), "something was evicted"
         engine.close()
     thief.close()
 

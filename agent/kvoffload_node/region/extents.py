@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from kvoffload.errors import KVOffloadError, PagesUnavailable, RegionUnusable
 from kvoffload_node.failures import Failures, Part, explain
@@ -76,7 +76,9 @@ class ExtentPool:
         self.extent_bytes = extent_bytes
         self.tenants: dict[str, Tenant] = {}
         self.problem: KVOffloadError | None = None
-        """Why an extent could not be allocated when last tried (PagesUnavailable, RegionUnusable); None if it could."""
+        """Why the capacity is not all allocated or kept for us (PagesUnavailable, RegionUnusable); None if it is."""
+        self.missing_bytes = 0
+        """Bytes of pages that the capacity lacked when last looked: in no extent, and not kept for one."""
         self._failures = failures
         self._plan_node = plan_node
         self._reservation = reservation
@@ -87,13 +89,20 @@ class ExtentPool:
         self.num_by_node: Counter[int] = Counter()
         """Extents that were given to each NUMA node since the daemon's start."""
         self._moves: set[asyncio.Task[None]] = set()
+        self._allocate_again_at = 0.0
+        """An extent that could not be allocated is tried again then, by the loop's clock, however many ask."""
         self._move_again_at = 0.0
-        """Pages that could not be given back are tried again then, by the loop's clock."""
+        """Pages that could not be given back are tried again then."""
 
     @property
     def num_allocated(self) -> int:
         """Extents that have pages, in all tenants."""
         return sum(len(tenant.positions) for tenant in self.tenants.values())
+
+    @property
+    def unallocated_bytes(self) -> int:
+        """Bytes of the capacity that no extent holds."""
+        return max(0, self.num_extents - self.num_allocated) * self.extent_bytes
 
     @property
     def num_above_capacity(self) -> int:
@@ -112,7 +121,7 @@ class ExtentPool:
 
     def find_extent(self, tenant: Tenant, slab: Slab, account: Account, before: int) -> Supply:
         """An extent for a slab that has no free slot, as `TenantIndex.reserve` asks."""
-        if self.num_allocated < self.num_extents and not self.problem:
+        if self.num_allocated < self.num_extents and self._may_allocate:
             self._starve(tenant, before, account)
             return Supply.GROWING
         if self._growing is tenant:
@@ -137,6 +146,8 @@ class ExtentPool:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self.problem else None)
                 self._wake.clear()
+                if isinstance(self.problem, PagesUnavailable) and self.missing_bytes and self._may_allocate:
+                    self._keep_rest()
                 while self.surplus and self._begin_move(None, before=1 << 62, account=None):
                     pass  # until each extent that can go is on its way
                 # Whoever starves comes first: an extent that was taken back for it must not become another's headroom.
@@ -147,6 +158,7 @@ class ExtentPool:
         finally:
             for move in self._moves:
                 move.cancel()
+            await asyncio.gather(*self._moves, return_exceptions=True)
 
     async def _provide(self, tenant: Tenant) -> None:
         """Allocate what the tenant needs; where the capacity is used up, begin to take an extent from another."""
@@ -157,39 +169,47 @@ class ExtentPool:
                     before, account = starving
                     self._begin_move(tenant, before=before, account=account)
                 return
-            if not await self._allocate(tenant):
+            if not self._may_allocate or not await self._allocate(tenant):
                 return
 
     async def _allocate(self, tenant: Tenant) -> bool:
         position = min(set(range(len(tenant.positions) + 1)) - tenant.positions)
         tenant.positions.add(position)
-        unallocated = self.num_extents - self.num_allocated
         self._growing = tenant
         try:
             if not tenant.index.journal.make_room(position, UNCUT):
                 raise RegionUnusable(tenant.index.journal.refusal)
-            self._reservation.resize(unallocated * self.extent_bytes)
             node = self._plan_node(self.num_by_node)
             cpus = node.cpus if node else frozenset()
-            await asyncio.to_thread(tenant.file.allocate, position * self.extent_bytes, self.extent_bytes, cpus)
+            await _in_thread(
+                self._reservation.hand_over, tenant.file, position * self.extent_bytes, self.extent_bytes, cpus
+            )
         except (PagesUnavailable, RegionUnusable, OSError) as error:
             tenant.positions.discard(position)
-            self._reserve_rest()
-            self._note_problem(error, tenant.file.path)
+            self._reserve_rest()  # it may lack the same pages: that is said already
+            told = RegionUnusable(explain(error, tenant.file.path)) if isinstance(error, OSError) else error
+            self._note_problem(told)
+            self._allocate_again_at = asyncio.get_running_loop().time() + RETRY_SECONDS
             return False
         finally:
             self._growing = None
-        self.problem = None
+        self._keep_rest()
         if node is not None:
             self.num_by_node[node.number] += 1
         tenant.index.add_spare(position)
         return True
 
-    def _note_problem(self, error: KVOffloadError | OSError, path: Path) -> None:
-        told = RegionUnusable(explain(error, path)) if isinstance(error, OSError) else error
-        if str(told) != str(self.problem):
-            log.warning("an extent could not be allocated: %s", told)
-        self.problem = told
+    def _note_problem(self, error: KVOffloadError | None) -> None:
+        known = self.problem
+        lacks_pages_still = isinstance(error, PagesUnavailable) and isinstance(known, PagesUnavailable)
+        if error is not None and str(error) != str(known) and not lacks_pages_still:
+            log.warning("the capacity is not all there, what is serves on: %s", error)
+        self.problem = error
+        self.missing_bytes = max(0, self.unallocated_bytes - self._reservation.num_bytes)
+
+    @property
+    def _may_allocate(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._allocate_again_at
 
     @property
     def _may_move(self) -> bool:
@@ -232,7 +252,7 @@ class ExtentPool:
         await self._revoke(tenant, [position])
         tenant.index.journal.extent(position, 0)
         try:
-            await asyncio.to_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
+            await _in_thread(tenant.file.punch, position * self.extent_bytes, self.extent_bytes)
         except (RegionUnusable, OSError) as error:
             tenant.moving.discard(position)
             tenant.index.add_spare(position)
@@ -246,18 +266,26 @@ class ExtentPool:
         self._failures.clear(Part.EXTENT)
         tenant.moving.discard(position)
         tenant.positions.discard(position)
-        self._reserve_rest()
+        self._keep_rest()
         if needs is not None:
             needy, before, account = needs
             self._starve(needy, before, account)
         self.wake()
 
-    def _reserve_rest(self) -> None:
+    def _keep_rest(self) -> None:
+        """Keep pages for all that is not allocated, and say whether they could be had. An allocation ends with it, and
+        nobody else may change the reservation meanwhile."""
+        if self._growing is None:
+            self._note_problem(self._reserve_rest())
+
+    def _reserve_rest(self) -> KVOffloadError | None:
         try:
-            self._reservation.resize(max(0, self.num_extents - self.num_allocated) * self.extent_bytes)
-        except (PagesUnavailable, RegionUnusable, OSError) as error:
-            self.problem = error if isinstance(error, KVOffloadError) else RegionUnusable(f"reserving pages: {error}")
-            log.warning("pages that were given back could not be reserved again: %s", error)
+            self._reservation.resize(self.unallocated_bytes)
+        except OSError as error:
+            return RegionUnusable(f"reserving pages: {error}")
+        except (PagesUnavailable, RegionUnusable) as error:
+            return error
+        return None
 
     async def give_back_all(self) -> None:
         """Return every extent of every tenant, as far as clients let go of them; for a region that is deleted."""
@@ -281,3 +309,13 @@ class ExtentPool:
             if not tenant.index.is_busy(extent):
                 tenant.index.evict_extent(extent, Eviction.TENANT_GONE)
         self.wake()
+
+
+async def _in_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """The kernel's work. Who cancels this waits for its end too: the descriptors that it uses are closed next."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait([thread])
+        raise

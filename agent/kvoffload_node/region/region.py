@@ -141,16 +141,11 @@ class Region:
     def reserve_pages(self) -> None:
         """Keep pages for the whole capacity. Raises PagesUnavailable; then nothing is kept but what was adopted."""
         try:
-            self._reservation.resize(self.unallocated_bytes)
+            self._reservation.resize(self.extents.unallocated_bytes)
         except PagesUnavailable:
             self.pages_reserved = False
             raise
         self.pages_reserved = True
-
-    @property
-    def unallocated_bytes(self) -> int:
-        """Bytes of the capacity that no extent holds."""
-        return max(0, self.extents.num_extents - self.extents.num_allocated) * self.extent_bytes
 
     def take_spec(self, spec: KVOffloadRegionSpec) -> None:
         """Mode, quotas, engine limit and layout change at once; another capacity or page size needs a restart."""

@@ -81,7 +81,7 @@ async def test_a_tenant_with_engines_has_extents_ahead_of_demand_and_no_more_tha
     assert (len(busy.index.spare), len(busy.positions)) == (HEADROOM_EXTENTS, 2 * HEADROOM_EXTENTS)
     assert idle.positions == set()
     assert busy.file.allocated_bytes == len(busy.positions) * EXTENT_BYTES
-    assert region._reservation.num_bytes == region.unallocated_bytes == 4 * EXTENT_BYTES, "the rest is kept"
+    assert region._reservation.num_bytes == region.extents.unallocated_bytes == 4 * EXTENT_BYTES, "the rest is kept"
 
 
 async def test_of_all_other_tenants_the_one_that_used_its_extent_longest_ago_gives_one(region: Region) -> None:

@@ -127,7 +127,7 @@ async def test_what_cannot_be_allocated_is_a_problem_until_it_can(
         for _ in range(2):
             told = region.extents.problem
             await until(lambda: region.extents.problem is not told)  # noqa: B023 - called at once
-        assert caplog.text.count("an extent could not be allocated") == 1, "said once, however often it is tried"
+        assert caplog.text.count("the capacity is not all there") == 1, "said once, however often it is tried"
         await until(lambda: region._reservation.num_bytes == 8 * EXTENT_BYTES)  # kept from others again
     await until(lambda: region.extents.problem is None and tenant.index.spare)
     running.cancel()
