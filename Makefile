@@ -74,6 +74,7 @@ test-engine: $(SYNCED) ## a real vLLM in processes, tensor parallel size 2
 test-e2e: $(SYNCED) ## the steps of the demo and more, asserted on the real local cluster
 	$(PYTHON) -m hack.cluster up
 	$(PYTEST) --numprocesses=4 --dist=loadscope -m "e2e and not long and not alone" tests/e2e
+	$(PYTEST) -m "alone and e2e and not long" tests/e2e
 
 test-gpu: $(SYNCED) ## a real engine, bytes, bandwidth beside vLLM's own worker on a CUDA device; says so where there is none
 	$(PYTEST) -m gpu tests/gpu

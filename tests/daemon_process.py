@@ -358,7 +358,7 @@ class TestEngine:
                 os.close(descriptor)
 
 
-def wait_until(holds: Callable[[], bool], timeout_seconds: float = 20.0, pause_seconds: float = 0.01) -> None:
+def wait_until(holds: Callable[[], bool], timeout_seconds: float = 60.0, pause_seconds: float = 0.01) -> None:
     """Wait for a condition; fails with where it was asked."""
     deadline = time.monotonic() + timeout_seconds
     while not holds():

@@ -48,8 +48,8 @@ def program(name: str) -> Path:
     return found[0]
 
 
-def wait_until(is_true: Callable[[], bool], what: str, *, seconds: float = 30.0) -> float:
-    """Poll until it holds; returns how long it took, seconds."""
+def wait_until(is_true: Callable[[], bool], what: str, *, seconds: float = 90.0) -> float:
+    """Poll until it holds; returns how long it took, seconds. The bound is for a machine that starts vLLM beside it."""
     started = time.monotonic()
     while not is_true():
         waited = time.monotonic() - started
@@ -113,6 +113,16 @@ class ControlPlane:
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(arguments)}: {done.stderr}{done.stdout}")
         return done.stdout if check else done.stdout + done.stderr
+
+    def kubectl_if_there(self, *arguments: str, stdin: str | None = None) -> bool:
+        """Run kubectl on an object that may go meanwhile; returns whether it was there."""
+        try:
+            self.kubectl(*arguments, stdin=stdin)
+        except RuntimeError as error:
+            if "(NotFound)" not in str(error):
+                raise
+            return False
+        return True
 
     def get(self, *arguments: str) -> Any:
         """Objects as JSON."""
@@ -359,10 +369,12 @@ def checked_metrics(port: int) -> dict[str, float]:
 def running_operator(
     plane: ControlPlane, name: str = "operator-a", *, url: str = "", **settings: str
 ) -> Iterator[OperatorProcess]:
-    """A replica that is the leader."""
+    """A replica that is the leader. Unless told otherwise it keeps its lease for longer than a busy machine may hold it
+    up: a leader that has lost it ends, and here is no kubelet to start it again."""
+    settings = {"lease_seconds": "30", "renew_deadline_seconds": "25", **settings}
     operator = start_operator(plane, name, url=url, **settings)
     try:
-        wait_until(lambda: operator.is_leader, f"{name} to lead: {operator.log}", seconds=30)
+        wait_until(lambda: operator.is_leader, f"{name} to lead: {operator.log}", seconds=120)
         yield operator
     finally:
         operator.stop()
@@ -396,10 +408,10 @@ def region_report(plane: ControlPlane, region: dict[str, Any], **status: Any) ->
 
 
 def report_regions(plane: ControlPlane, **status: Any) -> int:
-    """Let every region's daemon report; returns how many there are."""
+    """Let every region's daemon report; returns how many do. One that goes meanwhile needs no report."""
     regions = plane.get("kvregion")["items"]
-    for region in regions:
-        plane.kubectl(
+    return sum(
+        plane.kubectl_if_there(
             "apply",
             "--server-side",
             "--subresource=status",
@@ -408,7 +420,8 @@ def report_regions(plane: ControlPlane, **status: Any) -> int:
             "-",
             stdin=json.dumps(region_report(plane, region, **status)),
         )
-    return len(regions)
+        for region in regions
+    )
 
 
 def run_daemon_pods(plane: ControlPlane) -> int:
@@ -421,13 +434,14 @@ def run_daemon_pods(plane: ControlPlane) -> int:
             continue
         running += 1
         if pod["metadata"].get("deletionTimestamp"):
-            plane.kubectl("delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--force", "--grace-period=0")
+            where = ("-n", NAMESPACE, "--force", "--grace-period=0")
+            plane.kubectl_if_there("delete", "pod", pod["metadata"]["name"], *where)
             continue
         if pod["status"].get("phase") == "Running":
             continue
         condition = {"type": "Ready", "status": "True", "lastTransitionTime": now}
         patch = {"status": {"phase": "Running", "startTime": now, "conditions": [condition]}}
-        plane.kubectl(
+        plane.kubectl_if_there(
             "patch", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--subresource=status", "--type=merge", "-p",
             json.dumps(patch),
         )  # fmt: skip

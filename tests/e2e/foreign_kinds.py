@@ -20,7 +20,7 @@ def define(kubernetes: Kubernetes, *kinds: str) -> None:
         kubernetes.kubectl("apply", "--server-side", "-f", find_foreign_crd(kind))
     for kind in kinds:
         is_known = partial(kubernetes.is_known, crd_name(kind))
-        wait_until(f"the API server to serve {kind}", is_known, timeout_seconds=30)
+        wait_until(f"the API server to serve {kind}", is_known, timeout_seconds=120)
 
 
 def remove(kubernetes: Kubernetes, *kinds: str) -> None:

@@ -40,7 +40,7 @@ def make_pod(stage: Stage, name: str, *, pool: str) -> dict[str, Any]:
     """A light opted-in pod that serves; returned as the API server holds it."""
     named = {"kvoffload.io/container": "main"}
     stage.kubernetes.apply(light_pod(name, pool=pool, image=stage.images.python, annotations=named))
-    return stage.kubernetes.wait_ready_pod(namespace=NAMESPACE, selector=f"app={name}", timeout_seconds=60)
+    return stage.kubernetes.wait_ready_pod(namespace=NAMESPACE, selector=f"app={name}", timeout_seconds=120)
 
 
 def is_injected(pod: dict[str, Any]) -> bool:
@@ -73,7 +73,7 @@ def daemon_socket(kubernetes: Kubernetes, pod: dict[str, Any]) -> Iterator[Path]
     descriptor = os.open(kubernetes.settings.kubelet_root / below_pod, os.O_PATH | os.O_DIRECTORY)
     path = Path(f"/proc/self/fd/{descriptor}/daemon.sock")
     try:
-        wait_until("a daemon to listen in the pod", lambda: is_listening(path), timeout_seconds=30)
+        wait_until("a daemon to listen in the pod", lambda: is_listening(path), timeout_seconds=120)
         yield path
     finally:
         os.close(descriptor)

@@ -56,7 +56,7 @@ def condition(plane: ControlPlane, pool: str, type: str) -> dict[str, Any]:
     return next((one for one in status.get("conditions", []) if one["type"] == type), {"status": "", "reason": ""})
 
 
-def make_ready(plane: ControlPlane, pool: str, *, seconds: float = 30.0) -> float:
+def make_ready(plane: ControlPlane, pool: str, *, seconds: float = 90.0) -> float:
     """Be the kubelets and daemons until the pool is Ready."""
 
     def is_ready() -> bool:

@@ -148,7 +148,7 @@ def mount(plane: ControlPlane, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def webhooks(plane: ControlPlane) -> Iterator[list[Webhook]]:
     """A process for every Deployment of the webhook, with its settings, behind the Services that select its pods."""
-    wait_until(lambda: is_ready(certificate(plane)), "the Certificate to be Ready", seconds=60)
+    wait_until(lambda: is_ready(certificate(plane)), "the Certificate to be Ready")
     objects = render_chart(*VALUES)
     deployments = [one for one in objects if one["kind"] == "Deployment" and "webhook" in one["metadata"]["name"]]
     services = [one for one in objects if one["kind"] == "Service" and "webhook" in one["metadata"]["name"]]
@@ -195,20 +195,20 @@ def bundles(plane: ControlPlane) -> set[bytes]:
 
 
 def test_cert_manager_fills_the_secret_and_its_injector_the_ca_bundles(plane: ControlPlane) -> None:
-    wait_until(lambda: is_ready(certificate(plane)), "the Certificate to be Ready", seconds=60)
+    wait_until(lambda: is_ready(certificate(plane)), "the Certificate to be Ready")
     secret = secret_of(plane)
     assert {"ca.crt", "tls.crt", "tls.key"} <= set(secret)
     names = x509.load_pem_x509_certificate(secret["tls.crt"]).extensions.get_extension_for_class(
         x509.SubjectAlternativeName
     )
     assert set(names.value.get_values_for_type(x509.DNSName)) == set(certificate(plane)["spec"]["dnsNames"])
-    wait_until(lambda: bundles(plane) == {secret["ca.crt"]}, "the CA in every webhook configuration", seconds=60)
+    wait_until(lambda: bundles(plane) == {secret["ca.crt"]}, "the CA in every webhook configuration")
 
 
 def test_our_webhook_serves_it_pods_are_injected_and_pools_checked(
     plane: ControlPlane, webhooks: list[Webhook]
 ) -> None:
-    wait_until(lambda: all(is_serving(one) for one in webhooks), "the webhooks to serve", seconds=60)
+    wait_until(lambda: all(is_serving(one) for one in webhooks), "the webhooks to serve")
     issued = x509.load_pem_x509_certificate(secret_of(plane)["tls.crt"])
     assert {one.served.serial_number for one in webhooks} == {issued.serial_number}
     end = issued.not_valid_after_utc
@@ -254,7 +254,7 @@ def test_a_renewed_certificate_is_served_without_a_restart_and_no_pod_misses_it(
         assert is_injected(create(plane, pod_manifest(command=DEEPSEEK)))
         return before.isdisjoint(webhook.served.serial_number for webhook in webhooks)
 
-    wait_until(renewed, "every replica to serve the renewed certificate", seconds=60)
+    wait_until(renewed, "every replica to serve the renewed certificate")
     assert all(webhook.process.poll() is None for webhook in webhooks)
 
 

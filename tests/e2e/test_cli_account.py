@@ -83,7 +83,7 @@ def caretaker(release: Stage, tmp_path_factory: pytest.TempPathFactory) -> Itera
         token = kubernetes.kubectl("create", "token", ACCOUNT, f"--namespace={servers.NAMESPACE}").strip()
         create_pool(kubernetes, MANIFEST, name=POOL)
         kubernetes.apply(json.dumps(pod))
-        kubernetes.wait_ready_pod(namespace=servers.NAMESPACE, selector="app=marked", timeout_seconds=60)
+        kubernetes.wait_ready_pod(namespace=servers.NAMESPACE, selector="app=marked", timeout_seconds=120)
         kubeconfig = tmp_path_factory.mktemp("caretaker") / "kubeconfig"
         content = yaml.safe_load(kubernetes.settings.kubeconfig.read_text())
         content["users"] = [{"name": one["name"], "user": {"token": token}} for one in content["users"]]
@@ -98,7 +98,7 @@ def caretaker(release: Stage, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def daemon_of(kubernetes: Kubernetes) -> dict[str, Any]:
-    return kubernetes.wait_ready_pod(namespace=NAMESPACE, selector=f"{DAEMON_SELECTOR}={POOL}", timeout_seconds=60)
+    return kubernetes.wait_ready_pod(namespace=NAMESPACE, selector=f"{DAEMON_SELECTOR}={POOL}", timeout_seconds=120)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def restarted_attacher(caretaker: Caretaker) -> str:
         return all(one["ready"] for one in statuses) and sum(one["restartCount"] for one in statuses) == 1
 
     name = str(pod["metadata"]["name"])
-    wait_until("the attacher to be there again", is_back, timeout_seconds=60)
+    wait_until("the attacher to be there again", is_back, timeout_seconds=120)
     return name
 
 

@@ -171,7 +171,7 @@ def test_doctor_names_a_webhook_without_replicas_and_a_pod_that_it_missed(no_web
 
     missing = [f"release_is_incomplete deployment/{NAMESPACE}/kvoffload-webhook-{replica}" for replica in (0, 1)]
     wanted = {*missing, "webhook_is_not_asked webhook"}
-    wait_until("doctor to miss the webhook", lambda: wanted <= found().keys(), timeout_seconds=60)
+    wait_until("doctor to miss the webhook", lambda: wanted <= found().keys(), timeout_seconds=120)
     assert all("0 of 0 replicas are ready: labelled pods start" in found()[one] for one in missing)
     no_webhook.apply(NOWHERE)
     no_webhook.apply(stray)

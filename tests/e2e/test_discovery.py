@@ -65,7 +65,7 @@ def pods(control_plane: ControlPlane) -> Iterator[Pods]:
     pods = Pods(control_plane)
     with running_operator(control_plane, "operator-d"):
         control_plane.apply(pool_manifest("main"))
-        wait_until(lambda: len(placed(pods)) >= 5, "operator, webhook and daemons to be placed", seconds=60)
+        wait_until(lambda: len(placed(pods)) >= 5, "operator, webhook and daemons to be placed")
     for number, pod in enumerate(placed(pods)):
         report(control_plane, pod, address=f"127.0.1.{number}", ready=number != 0)
     yield pods
@@ -136,7 +136,7 @@ def found(
         discovery["kubeconfig_file"] = str(kubeconfig)
     folder = tmp_path_factory.mktemp("prometheus-by-itself")
     with serving_prometheus({"scrape_configs": jobs}, folder, program=ensure_program(PROMETHEUS)) as server:
-        wait_until(lambda: len(server.targets("active")) == 2 * len(placed(pods)), "it to find every pod", seconds=60)
+        wait_until(lambda: len(server.targets("active")) == 2 * len(placed(pods)), "it to find every pod")
         yield server
 
 
@@ -165,7 +165,7 @@ def test_targets_of_the_demo_are_those_of_a_prometheus_that_discovers(
     by_itself = [one["labels"] for one in found.targets("active") if one["scrapePool"] == job["job_name"]]
     assert by_itself
     with running_prometheus(pods, tmp_path, job=job) as ours:  # type: ignore[arg-type]
-        wait_until(lambda: len(ours.targets("active")) == len(by_itself), "ours to read the file", seconds=30)
+        wait_until(lambda: len(ours.targets("active")) == len(by_itself), "ours to read the file")
         assert in_order(one["labels"] for one in ours.targets("active")) == in_order(by_itself)
 
 

@@ -100,7 +100,7 @@ def made_pod(stage: Stage, name: str, *, of_pool: str = POOL, **more: Any) -> It
     """A light pod that is ready; gone at the end."""
     manifest = light_pod(name, pool=of_pool, image=stage.images.python, **more)
     with applied(stage.kubernetes, "pod", name, manifest, namespace=USERS):
-        yield stage.kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={name}", timeout_seconds=60)
+        yield stage.kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={name}", timeout_seconds=120)
 
 
 @contextlib.contextmanager

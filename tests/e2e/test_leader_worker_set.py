@@ -43,7 +43,7 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     with serving_replicas(control_plane):
         process = start_manager(control_plane, str(program))
         try:
-            wait_until(lambda: is_taken(control_plane, example), "LeaderWorkerSet's webhooks to serve", seconds=60)
+            wait_until(lambda: is_taken(control_plane, example), "LeaderWorkerSet's webhooks to serve")
             yield control_plane
         finally:
             control_plane.kubectl("delete", "leaderworkersets", "--all", "-n", "default", check=False)
@@ -78,7 +78,7 @@ def start_manager(plane: ControlPlane, program: str) -> "subprocess.Popen[bytes]
         assert process.poll() is None, (plane.folder / "lws-manager.log").read_text()
         return "tls.crt" in plane.get("secret", SECRET, "-n", NAMESPACE).get("data", {})
 
-    wait_until(has_certificate, "LeaderWorkerSet to make its certificate", seconds=60)
+    wait_until(has_certificate, "LeaderWorkerSet to make its certificate")
     tls.mkdir()
     for name, value in plane.get("secret", SECRET, "-n", NAMESPACE)["data"].items():
         (tls / name).write_bytes(base64.b64decode(value))
@@ -96,7 +96,7 @@ def wait_pods(plane: ControlPlane, name: str, *, number: int) -> list[Object]:
     def pods() -> list[Object]:
         return list(plane.get("pods", "-n", "default", "-l", f"{NAME_LABEL}={name}")["items"])
 
-    wait_until(lambda: len(pods()) == number, f"{number} pods of {name}", seconds=60)
+    wait_until(lambda: len(pods()) == number, f"{number} pods of {name}")
     return pods()
 
 

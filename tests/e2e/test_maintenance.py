@@ -75,7 +75,7 @@ def serving(release: OwnRelease) -> Iterator[Serving]:
     kubernetes = release.kubernetes
     kubernetes.apply(deployment(release.stage))
     try:
-        pod = kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={NAME}", timeout_seconds=60)
+        pod = kubernetes.wait_ready_pod(namespace=USERS, selector=f"app={NAME}", timeout_seconds=120)
         with daemon_socket(kubernetes, pod) as path, contextlib.closing(attach(path, "stores")) as engine:
             yield Serving(release, pod, engine, fill(engine, NUM_CHUNKS, salt=next(SALTS)))
     finally:
@@ -111,7 +111,7 @@ def wait_asked(release: OwnRelease) -> None:
             json.loads(kubernetes.kubectl("create", "--dry-run=server", "--output=json", "-f", "-", stdin=pod))
         )
 
-    wait_until("the webhook to be asked", is_asked, timeout_seconds=30)
+    wait_until("the webhook to be asked", is_asked, timeout_seconds=120)
 
 
 def settled_free_pages() -> int:
@@ -204,7 +204,7 @@ def test_a_node_is_drained_with_its_daemon_in_place_and_is_warm_when_it_is_back(
     assert release.daemon()["metadata"]["uid"] == daemon["metadata"]["uid"]
     assert release.region()["status"]["epoch"] == epoch
     assert settled_free_pages() == free
-    kubernetes.wait_ready_pod(namespace=USERS, selector="app=upkeep-meanwhile", timeout_seconds=30)
+    kubernetes.wait_ready_pod(namespace=USERS, selector="app=upkeep-meanwhile", timeout_seconds=120)
 
 
 # --- parts that are away ----------------------------------------------------------------------------------------------
@@ -230,9 +230,9 @@ def test_a_daemon_that_ends_while_the_api_server_is_away_keeps_its_files_and_its
     daemon = release.daemon()
     with api_server_away(kubernetes.settings):
         os.kill(ended, signal.SIGTERM)
-        wait_until("the daemon to end", lambda: processes.read_start_time(ended) is None, timeout_seconds=60)
+        wait_until("the daemon to end", lambda: processes.read_start_time(ended) is None, timeout_seconds=120)
         assert list(release.files.glob("*.region"))
-        wait_until("its successor to take the engine", lambda: reattaches(serving.engine), timeout_seconds=60)
+        wait_until("its successor to take the engine", lambda: reattaches(serving.engine), timeout_seconds=120)
         assert hits(serving.engine, serving.keys) == NUM_CHUNKS
     wait_until(
         "the successor's epoch to be reported",

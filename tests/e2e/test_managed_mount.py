@@ -46,7 +46,7 @@ def test_a_managed_pool_lives_on_a_mount_of_its_own_made_once_and_gives_its_page
     assert (MOUNT / f"kvoffload-{NAME}").is_dir()
     selector = f"{DAEMON_SELECTOR}={NAME}"
     kubernetes.kubectl("delete", "pods", f"--namespace={NAMESPACE}", f"--selector={selector}", "--wait=true")
-    kubernetes.wait_ready_pod(namespace=NAMESPACE, selector=selector, timeout_seconds=60)
+    kubernetes.wait_ready_pod(namespace=NAMESPACE, selector=selector, timeout_seconds=120)
     assert mounted() == ["hugetlbfs"], "the second daemon found the mount of the first"
     delete_pool(kubernetes, name=NAME)
     assert not (MOUNT / f"kvoffload-{NAME}").exists()

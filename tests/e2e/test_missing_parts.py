@@ -31,7 +31,7 @@ def opted_in_pod(release):
     def make(name: str, *, pool: str) -> dict[str, Any]:
         made.append(name)
         release.kubernetes.apply(light_pod(name, pool=pool, image=release.images.python))
-        pod = release.kubernetes.wait_ready_pod(namespace="demo", selector=f"app={name}", timeout_seconds=60)
+        pod = release.kubernetes.wait_ready_pod(namespace="demo", selector=f"app={name}", timeout_seconds=120)
         with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8000/", timeout=5) as response:
             assert response.status == 200
         return pod

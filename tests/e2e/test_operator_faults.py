@@ -39,7 +39,7 @@ def test_every_third_request_fails_and_the_pool_still_becomes_ready_and_goes(
         control_plane.apply(pool_manifest("faults"))
         make_ready(control_plane, "faults", seconds=240)
         control_plane.kubectl("delete", "kvpool", "faults")
-        wait_until(lambda: not leftovers(control_plane, ["faults"]), "everything of the pool to go", seconds=90)
+        wait_until(lambda: not leftovers(control_plane, ["faults"]), "everything of the pool to go")
     assert set(proxy.answered) == set(STATUSES), "each of them was met"
 
 
@@ -61,7 +61,7 @@ def test_watches_that_are_refused_for_a_while_are_mended(
 
         proxy.fault = fault
         control_plane.apply(pool_manifest("watches"))
-        make_ready(control_plane, "watches", seconds=60)
+        make_ready(control_plane, "watches")
         control_plane.kubectl("delete", "kvpool", "watches")
-        wait_until(lambda: not leftovers(control_plane, ["watches"]), "everything of the pool to go", seconds=60)
+        wait_until(lambda: not leftovers(control_plane, ["watches"]), "everything of the pool to go")
         assert operator.process.poll() is None, operator.log.read_text()[-2000:]

@@ -127,7 +127,7 @@ def private(stage: Stage, tmp_path: Path) -> Iterator[Private]:
     try:
         reached_by.parent.mkdir(parents=True, exist_ok=True)
         reached_by.write_text(HOSTS_TOML)
-        wait_until("the registry", lambda: "listening on" in (tmp_path / "log").read_text(), timeout_seconds=20)
+        wait_until("the registry", lambda: "listening on" in (tmp_path / "log").read_text(), timeout_seconds=60)
         with own_release(stage, RELEASE) as release:
             yield Private(release, tmp_path)
     finally:

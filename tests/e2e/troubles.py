@@ -60,7 +60,7 @@ def alone(release: Stage) -> Iterator[Kubernetes]:
     try:
         create_pool(kubernetes, ALONE, name="alone")
         kubernetes.apply(light_pod("alone", pool="alone", image=release.images.python, annotations=annotations))
-        pod = kubernetes.wait_ready_pod(namespace="demo", selector="app=alone", timeout_seconds=60)
+        pod = kubernetes.wait_ready_pod(namespace="demo", selector="app=alone", timeout_seconds=120)
         assert is_injected(pod)
         yield kubernetes
     finally:

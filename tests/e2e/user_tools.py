@@ -118,7 +118,7 @@ def use_tools(kubernetes: Kubernetes, prometheus: Prometheus, pods: list[str]) -
     queries = [(title, query, prometheus.query(query)) for title, query in dashboard_queries()]
     variables = {name: prometheus.label_values(VARIABLES_OF, name) for name in VARIABLES}
     cached = [ask_by_hand(kubernetes, "vllm-a")]
-    wait_until("B to find what A was asked by hand", lambda: ask_by_hand(kubernetes, "vllm-b") > 0, timeout_seconds=30)
+    wait_until("B to find what A was asked by hand", lambda: ask_by_hand(kubernetes, "vllm-b") > 0, timeout_seconds=120)
     cached.append(ask_by_hand(kubernetes, "vllm-b"))
     picture = OUTPUT / "dashboard.png"
     screenshot.main([prometheus.address, "--minutes", "5", "--out", str(picture)])

@@ -125,7 +125,7 @@ def serving_replicas(plane: ControlPlane) -> Iterator[list[Replica]]:
                 publish(plane, name, {"only": replica.port})
             publish(plane, "kvoffload-webhook", {"first": running[0].port, "second": running[1].port})
             for replica in running:
-                wait_until(lambda replica=replica: is_serving(replica), f"{replica.name} to serve", seconds=60)  # type: ignore[misc]
+                wait_until(lambda replica=replica: is_serving(replica), f"{replica.name} to serve")  # type: ignore[misc]
             wait_until(
                 lambda: annotations(plane).keys() & {INJECTED_ANNOTATION, REPLICA} == {INJECTED_ANNOTATION},
                 "the first replica to answer",

@@ -1,5 +1,6 @@
 """Engines and daemons for the tests with a real vLLM: each engine starts once for all tests that use it."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,16 @@ from engine_process import CHECKSUMS, EngineProcess
 from daemon_process import DaemonProcess
 
 CAPACITY_BYTES = 64 << 20
+LOW_PRIORITY = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def low_priority() -> Iterator[None]:
+    """What these tests start gives way: vLLM's ranks wait busily, and beside them `make test` runs the cluster, whose
+    tests mostly wait for processes that need little."""
+    os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
+    yield
+    os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 @pytest.fixture(scope="session")

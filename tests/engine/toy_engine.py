@@ -34,7 +34,7 @@ def keys_of(*numbers: int) -> list[bytes]:
     return [make_offload_key(number.to_bytes(32, "big"), 0) for number in numbers]
 
 
-def wait_until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(is_true: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < deadline, f"not true within {seconds} s"
