@@ -49,7 +49,8 @@ demo-down: cluster-down ## give back everything that the demo and the cluster to
 test: lint test-unit ## everything: lint, types, unit, property, real vLLM, real cluster (which mostly waits: beside vLLM)
 	$(PYTHON) -m hack.vllm environment
 	$(PYTHON) -m hack.cluster up
-	$(PYTEST) --numprocesses=4 --dist=loadscope -m "(engine or e2e) and not long and not alone" tests/engine tests/e2e
+	$(PYTEST) --numprocesses=4 --dist=loadscope --no-loadscope-reorder -m "(engine or e2e) and not long and not alone" \
+	    tests/e2e tests/engine
 	$(PYTEST) -m "alone and (engine or e2e) and not long" tests/engine tests/e2e
 	@echo "all passed, in $$(( ($$(date +%s) - $(STARTED)) / 60 )) min"
 
@@ -73,7 +74,7 @@ test-engine: $(SYNCED) ## a real vLLM in processes, tensor parallel size 2
 
 test-e2e: $(SYNCED) ## the steps of the demo and more, asserted on the real local cluster
 	$(PYTHON) -m hack.cluster up
-	$(PYTEST) --numprocesses=4 --dist=loadscope -m "e2e and not long and not alone" tests/e2e
+	$(PYTEST) --numprocesses=4 --dist=loadscope --no-loadscope-reorder -m "e2e and not long and not alone" tests/e2e
 	$(PYTEST) -m "alone and e2e and not long" tests/e2e
 
 test-gpu: $(SYNCED) ## a real engine, bytes, bandwidth beside vLLM's own worker on a CUDA device; says so where there is none

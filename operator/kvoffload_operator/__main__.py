@@ -14,7 +14,8 @@ import contextlib
 import logging
 import ssl
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from aiohttp import web
@@ -134,11 +135,22 @@ async def _run_operator(settings: Settings, stop: asyncio.Event) -> int:
         await runner.cleanup()
 
 
+def _hear(signals: Collection[signal.Signals], stop: asyncio.Event) -> None:
+    """Set `stop` at the first of these signals. A thread waits for it, and nobody else gets it: kopf would put its own
+    handlers in the place of ours, wait 5 s for tasks that are not its own, and hear nothing while it is begun again."""
+    loop = asyncio.get_running_loop()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # threads that are started later inherit it
+
+    def wait() -> None:
+        signal.sigwait(signals)
+        loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
 async def _main(command: str, settings: Settings) -> int:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    _hear((signal.SIGTERM, signal.SIGINT), stop)
     return await (run_webhook if command == "webhook" else _run_operator)(settings, stop)
 
 

@@ -87,15 +87,13 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     return settings
 
 
-async def watch_cluster(
-    view: ClusterView, on_dirty: OnDirty, *, identity: str, stop: asyncio.Event, ready: asyncio.Event
-) -> None:
-    """Watch until `stop` is set or the process is told to end.
+async def watch_cluster(view: ClusterView, on_dirty: OnDirty, *, identity: str) -> None:
+    """Watch until cancelled.
 
     kopf gives up where the API server refuses a listing or a watch (403, 500 ...); that passes, so it is begun again.
     """
     delay_seconds = FIRST_RETRY_SECONDS
-    while not stop.is_set():
+    while True:
         started = time.monotonic()
         try:
             await kopf.operator(
@@ -104,16 +102,11 @@ async def watch_cluster(
                 standalone=True,
                 identity=cast(Any, identity),  # a NewType that kopf does not export; its guess needs a passwd entry
                 clusterwide=True,
-                stop_flag=stop,
-                ready_flag=ready,
             )
-        except asyncio.CancelledError:
-            raise
+            raise RuntimeError("kopf ended without an error")  # it is told nothing that would end it
         except Exception as error:  # noqa: BLE001 -- kopf's errors have no root that it exports
             if time.monotonic() - started > MAX_RETRY_SECONDS:
                 delay_seconds = FIRST_RETRY_SECONDS
             logger.warning("watches ended, begun again in %.0f s: %s", delay_seconds, error)
             await asyncio.sleep(delay_seconds)
             delay_seconds = min(2 * delay_seconds, MAX_RETRY_SECONDS)
-        else:
-            return  # by a signal

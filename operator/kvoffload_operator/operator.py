@@ -79,8 +79,7 @@ class Operator:
         kube.check_may_write = election.check
 
     async def run(self) -> None:
-        """Be a candidate, then the leader; returns when the lease is lost."""
-        stop, watching = asyncio.Event(), asyncio.Event()
+        """Be a candidate, then the leader; returns when the lease is lost, and gives it back when cancelled."""
         try:
             options = await self._daemonset_options()  # before the lease: nobody renews it yet while this waits
             await self._election.acquire()
@@ -105,12 +104,7 @@ class Operator:
                 asyncio.create_task(coroutine, name=name)
                 for name, coroutine in (
                     ("lease", self._election.hold()),
-                    (
-                        "watch",
-                        watch_cluster(
-                            self._view, self._on_dirty, identity=self._settings.pod_name, stop=stop, ready=watching
-                        ),
-                    ),
+                    ("watch", watch_cluster(self._view, self._on_dirty, identity=self._settings.pod_name)),
                     ("resync", self._resync_forever()),
                     ("webhook", self._look_after_webhook(pools, dict(options.owner))),
                     ("sweep", self._sweep_forever(pods)),
@@ -118,11 +112,12 @@ class Operator:
                     *((f"pod-{number}", self._work(self._pods, pods.reconcile)) for number in range(POD_WORKERS)),
                 )
             }
-            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            stop.set()
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             for task in done:
                 logger.error("%s ended: %s", task.get_name(), task.exception() or "no error")
         finally:

@@ -38,17 +38,19 @@ def kubernetes(stage: Stage) -> Kubernetes:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a cluster without the release comes before it, what looks back on the whole run at its end."""
+    """What uses the local cluster comes first, since it is the longest chain; of that, what needs a cluster without the
+    release before it, and what looks back on the whole run at its end."""
 
-    def place(item: pytest.Item) -> int:
-        return bool(item.get_closest_marker("runs_last")) - bool(item.get_closest_marker("runs_first"))
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        within = bool(item.get_closest_marker("runs_last")) - bool(item.get_closest_marker("runs_first"))
+        return item.get_closest_marker("cluster") is None, within
 
     items.sort(key=place)
 
 
 class OneForTheCluster(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
-    """Where several processes run the tests, one has every module that uses the local cluster, and is given them first;
-    the others have a module at a time."""
+    """Where several processes run the tests, one has every module that uses the local cluster; the others have a module
+    at a time. They are given out in the order of `pytest_collection_modifyitems`."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]

@@ -7,6 +7,7 @@ account's token: it has the chart's RBAC and no more.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -29,6 +30,9 @@ from hack.cache import REPOSITORY
 from hack.cluster.programs import PROGRAMS
 
 NAMESPACE = "kvoffload-system"
+FIRST_PORT, PORTS_OF_A_WORKER = 20000, 1000
+"""Below those that Linux gives to connections (32768), and away from the local cluster's."""
+_given_ports = itertools.count()
 CHART = REPOSITORY / "charts" / "kvoffload"
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
@@ -65,10 +69,14 @@ def event_time(event: dict[str, Any]) -> float:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free, and that neither another worker of pytest-xdist nor a connection is given: some are bound
+    only seconds later."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = FIRST_PORT + worker * PORTS_OF_A_WORKER + next(_given_ports) % PORTS_OF_A_WORKER
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
@@ -363,6 +371,11 @@ def checked_metrics(port: int) -> dict[str, float]:
     if done.returncode:
         raise RuntimeError(f"promtool: {done.stdout}{done.stderr}")
     return endpoints.samples(text)
+
+
+def free_lease(plane: ControlPlane) -> None:
+    """Nobody leads any more: for a successor of a replica that was killed, in the place of the wait for its end."""
+    plane.kubectl("delete", "lease", "kvoffload-operator", "-n", NAMESPACE, "--ignore-not-found")
 
 
 @contextlib.contextmanager

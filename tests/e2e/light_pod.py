@@ -14,7 +14,7 @@ from hack.console import wait_until
 from hack.demo.kubernetes import Kubernetes
 from hack.demo.run import Stage
 from hack.demo.servers import NAMESPACE
-from kvoffload.api.keys import VOLUME_NAME
+from kvoffload.api.keys import SKIP_REASON_ANNOTATION, VOLUME_NAME
 
 SERVE = "import http.server as s; s.HTTPServer(('', 8000), s.SimpleHTTPRequestHandler).serve_forever()"
 
@@ -47,6 +47,19 @@ def is_injected(pod: dict[str, Any]) -> bool:
     """Whether its first container was told where the daemon's socket is."""
     variables = pod["spec"]["containers"][0].get("env", [])
     return "KVOFFLOAD_SOCKET" in {variable["name"] for variable in variables}
+
+
+def wait_asked(stage: Stage, *, pool: str) -> None:
+    """Wait until a pod that is created now meets a webhook, which says why or injects. The webhook's Deployment is
+    available some time before the API server's connections find it, and a busy machine may miss a single call."""
+    manifest = light_pod("probe", pool=pool, image=stage.images.python)
+
+    def is_asked() -> bool:
+        said = stage.kubernetes.kubectl("create", "--dry-run=server", "--output=json", "-f", "-", stdin=manifest)
+        pod = json.loads(said)
+        return is_injected(pod) or SKIP_REASON_ANNOTATION in pod["metadata"].get("annotations", {})
+
+    wait_until("the webhook to be asked", is_asked, timeout_seconds=120)
 
 
 def assert_serves(kubernetes: Kubernetes, pod: dict[str, Any]) -> None:

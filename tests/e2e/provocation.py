@@ -30,6 +30,10 @@ Wanted = tuple[str, str] | tuple[str, str, str]
 """A check, a subject and a message, in which `*` stands for what a controller chose; without a message, any."""
 
 
+class NoAnswer(Exception):
+    """A busy machine's API server kept the plugin waiting for too long."""
+
+
 @dataclass
 class Doctor:
     """`kubectl kvoffload doctor -o json` on the cluster, what it found so far, and its remedies."""
@@ -39,9 +43,10 @@ class Doctor:
     """Checks of findings that were waited for, and came."""
 
     def run(self, *arguments: str) -> list[Finding]:
-        """All findings. The exit status is what they say it must be, and each has its remedy."""
+        """All findings. The exit status is what they say it must be, and each has its remedy. Raises NoAnswer."""
         done = run_plugin(self.kubernetes, "doctor", "-o", "json", *arguments)
-        assert done.output, done.errors
+        if not done.output:
+            raise NoAnswer(done.errors)
         findings: list[Finding] = done.document["findings"]
         if any(one["severity"] == "error" for one in findings):
             assert done.status == 1
@@ -66,13 +71,16 @@ class Doctor:
             ]
 
         def is_found() -> bool:
-            seen[:] = self.run(*arguments)
+            try:
+                seen[:] = self.run(*arguments)
+            except NoAnswer:
+                return False
             return all(map(matching, wanted))
 
         wait_until(
             f"doctor to find {', '.join(one[0] for one in wanted)}",
             is_found,
-            timeout_seconds=60,
+            timeout_seconds=120,
             explain=lambda: (
                 f"missing: {[one for one in wanted if not matching(one)]}\nfound: {json.dumps(seen, indent=1)}"
             ),
@@ -80,12 +88,15 @@ class Doctor:
         self.found |= {one[0] for one in wanted}
         return [matching(one)[0] for one in wanted]
 
-    def wait_gone(self, *checks: str, timeout_seconds: float = 60) -> None:
+    def wait_gone(self, *checks: str, timeout_seconds: float = 120) -> None:
         """Wait until a run finds nothing of this; of nothing at all without a name."""
         left: list[Finding] = []
 
         def is_gone() -> bool:
-            left[:] = [one for one in self.run() if not checks or one["check"] in checks]
+            try:
+                left[:] = [one for one in self.run() if not checks or one["check"] in checks]
+            except NoAnswer:
+                return False
             return not left
 
         wait_until(

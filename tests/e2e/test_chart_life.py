@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from e2e.foreign_kinds import define, remove
-from e2e.light_pod import assert_serves, attached_engine, is_injected, make_pod
+from e2e.light_pod import assert_serves, attached_engine, is_injected, make_pod, wait_asked
 from hack.cache import REPOSITORY
 from hack.cluster import machine
 from hack.console import StepError, step, wait_until
@@ -229,6 +229,7 @@ def test_a_pool_and_its_pods_live_through_the_chart_s_whole_life_and_nothing_is_
     with step("Installing the chart as it was before"):
         install_chart(kubernetes, images, *ONE_EACH, **first, chart=previous_chart(tmp_path))
         create_pool(kubernetes, POOL_MANIFEST, name=POOL)
+        wait_asked(bare, pool=POOL)
         pod = make_pod(bare, "life-a", pool=POOL)
     assert is_injected(pod)
 
@@ -260,6 +261,7 @@ def test_a_pool_and_its_pods_live_through_the_chart_s_whole_life_and_nothing_is_
     with step("Installing under another name and namespace, with a certificate of the user's own"):
         install_chart(kubernetes, images, *ONE_EACH, *give_certificate(kubernetes, SECOND), **second)
         wait_converged(kubernetes, SECOND, log_level="INFO")
+        wait_asked(bare, pool=POOL)
         newcomer = make_pod(bare, "life-c", pool=POOL)
     assert is_injected(newcomer)
     assert_serves(kubernetes, pod)

@@ -116,15 +116,14 @@ def wait_asked(release: OwnRelease) -> None:
 
 def settled_free_pages() -> int:
     """Free pages of the node, once the daemon has allocated what it wants ahead of demand."""
-    last = -1
+    seen: list[int] = []
 
     def stand_still() -> bool:
-        nonlocal last
-        before, last = last, machine.read_hugepages("free")
-        return before == last
+        seen.append(machine.read_hugepages("free"))
+        return len(seen) >= 4 and len(set(seen[-4:])) == 1
 
-    wait_until("the number of free pages to stand still", stand_still, timeout_seconds=20, poll_seconds=1.0)
-    return last
+    wait_until("the number of free pages to stand still", stand_still, timeout_seconds=60, poll_seconds=0.5)
+    return seen[-1]
 
 
 def wait_given_back(serving: Serving) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from e2e.light_pod import is_injected, light_pod
+from e2e.light_pod import is_injected, light_pod, wait_asked
 from hack.console import wait_until
 from hack.demo import servers
 from hack.demo.installation import NAMESPACE, delete_pool, describe_pool
@@ -59,6 +59,8 @@ def test_without_the_webhook_the_pod_is_created_as_it_was(release, opted_in_pod)
         kubernetes.kubectl("scale", *names, f"--replicas={number}", f"--namespace={NAMESPACE}")
         for name in names:
             kubernetes.kubectl("rollout", "status", name, f"--namespace={NAMESPACE}", "--timeout=90s")
+        if number:
+            wait_asked(release, pool="nowhere")
 
     scale(0)
     try:

@@ -44,6 +44,12 @@ def crds_without_rules(plane: ControlPlane) -> Iterator[None]:
         apply(list(build_crds().values()))
 
 
+def takes(plane: ControlPlane, manifest: dict[str, Any]) -> bool:
+    """Whether the API server lets this object in."""
+    said = plane.kubectl("apply", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest), check=False)
+    return "(server dry run)" in said
+
+
 def test_pools_that_cannot_be_say_so_and_another_becomes_ready(control_plane: ControlPlane) -> None:
     """Of each the operator would write what the API server or its own models refuse."""
     odd: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,6 +60,8 @@ def test_pools_that_cannot_be_say_so_and_another_becomes_ready(control_plane: Co
     port = free_port()
     with running_operator(control_plane, "odd-pools", apply_crds="false", metrics_port=str(port), **QUICK) as operator:
         with crds_without_rules(control_plane):
+            too_large = pool_manifest("too-large", capacity="4Ei")
+            wait_until(lambda: takes(control_plane, too_large), "the API server to know the CRD without rules")
             control_plane.apply(*(pool_manifest(name, **spec) for name, (spec, _) in odd.items()))
             control_plane.apply(pool_manifest("good"))
             make_ready(control_plane, "good")

@@ -12,6 +12,7 @@ from e2e.control_plane import (
     ControlPlane,
     OperatorProcess,
     checked_metrics,
+    free_lease,
     report_regions,
     running_operator,
     start_operator,
@@ -21,28 +22,28 @@ from e2e.operator_pools import QUICK, events_of, leftovers, make_pool, make_read
 
 pytestmark = pytest.mark.e2e
 __all__ = ["make_pool"]
-SHORT_LEASE = {**QUICK, "lease_seconds": "6", "renew_deadline_seconds": "5"}
-"""For what follows upon a takeover; how long one takes has a test of its own."""
 
 
 def test_what_happened_while_it_was_away_is_made_good(
     control_plane: ControlPlane, make_pool: Callable[..., str]
 ) -> None:
     """Killed in the middle of making a pool, and away while another is deleted: the next one converges."""
-    operator = start_operator(control_plane, "operator-a", **SHORT_LEASE)
+    operator = start_operator(control_plane, "operator-a", **QUICK)
     wait_until(lambda: operator.is_leader, "the first to lead")
     gone = make_pool("gone")
     make_ready(control_plane, gone)
     operator.process.send_signal(signal.SIGSTOP)
+    free_lease(control_plane)
     try:
         control_plane.kubectl("delete", "kvpool", gone)
         half = make_pool("half")
-        successor = start_operator(control_plane, "operator-b", **SHORT_LEASE)
+        successor = start_operator(control_plane, "operator-b", **QUICK)
         wait_until(lambda: successor.is_leader, "the successor to lead")
         wait_until(lambda: control_plane.find("kvregion", f"{half}.n1") is not None, "the first region")
         successor.process.kill()
         successor.process.wait()
-        with running_operator(control_plane, "operator-c", **SHORT_LEASE):
+        free_lease(control_plane)
+        with running_operator(control_plane, "operator-c", **QUICK):
             make_ready(control_plane, half)
             wait_until(lambda: not leftovers(control_plane, [gone]), "what was left of the deleted pool to go")
             control_plane.kubectl("delete", "kvpool", half)
@@ -186,11 +187,12 @@ def test_an_injected_pod_without_an_engine_is_called_unattached_and_one_with_an_
         "message": "layer 3 is a FullAttentionSpec",
     }
     report_regions(control_plane, engines=[engine], enginesAttached=1)
-    run(control_plane, "attached")  # only now: one that runs for a while and is not reported is called unattached
-    make_pod("alone", pool=pool, injected="0.1.0", replicated_layout="auto (UnknownModel: x)")
-    wait_until(lambda: reasons(control_plane, "alone") == ["Injected", "Unattached"], "the sweep to name it")
     wait_until(
         lambda: reasons(control_plane, "attached") == ["Injected", "LayoutNotConfirmed"], "the disagreement to be told"
     )
+    run(control_plane, "attached")  # only now: one that runs for a while and is not reported is called unattached
+    make_pod("alone", pool=pool, injected="0.1.0", replicated_layout="auto (UnknownModel: x)")
+    wait_until(lambda: reasons(control_plane, "alone") == ["Injected", "Unattached"], "the sweep to name it")
+    assert reasons(control_plane, "attached") == ["Injected", "LayoutNotConfirmed"]
     told = next(one for one in events_of(control_plane, "attached") if one["reason"] == "LayoutNotConfirmed")
     assert "LayerNotReplicated" in told["message"]

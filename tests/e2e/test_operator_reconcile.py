@@ -50,7 +50,10 @@ def test_a_pool_becomes_ready_and_says_so_on_pool_region_and_node(
     metadata = control_plane.get("kvpool", pool)["metadata"]
     assert not metadata.get("finalizers")
     assert [name for name in metadata.get("annotations", {}) if "kopf" in name] == []
-    assert {one["reason"] for one in events_of(control_plane, pool)} >= {"AllNodesReady"}
+    wait_until(
+        lambda: "AllNodesReady" in {one["reason"] for one in events_of(control_plane, pool)},
+        "the event, after the status",
+    )
 
 
 def test_a_second_pass_writes_nothing(
