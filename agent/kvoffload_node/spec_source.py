@@ -117,6 +117,10 @@ class SpecSource:
             except FileNotFoundError:
                 self._take_region(None)
                 return
+            except OSError as error:
+                self._note_region(f"{path} cannot be read: {error.strerror}")
+                await asyncio.sleep(FILE_SECONDS)
+                continue
             if text != seen:
                 seen = text
                 self.take_spec(KVOffloadRegionSpec.model_validate(json.loads(text)))

@@ -59,6 +59,7 @@ def test_a_region_file_that_was_cut_is_not_believed(folder: Path) -> None:
         other = attach(path, "other")
         assert hits(other, keys) == 0
         assert "has lost pages" in daemon.log
+        other.wait_for_room(1)
         assert other.store([key_of(1, salt=2)])
         for one in (engine, other):
             one.close()

@@ -1,5 +1,6 @@
 """What stays and what goes when a daemon stops, is updated, or loses its region."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import pytest
 
 from byte_engine import key_of
 from daemon_process import wait_until
+from kvoffload.errors import DaemonUnavailable
 from kvoffload.protocol.messages import Drain
 from small_pool import NUM_SLOTS, attach, fill, hits, start
 
@@ -46,7 +48,7 @@ def test_what_was_used_last_before_an_update_is_not_evicted_first_after_it(folde
 
 
 def test_a_stopping_daemon_waits_for_stores_under_way(folder: Path) -> None:
-    with start(folder, None) as daemon:
+    with start(folder, None, {"KVOFFLOAD_DRAIN_SECONDS": "60"}) as daemon:
         path = daemon.attach("pod")
         engine = attach(path, "a")
         engine.wait_for_room(4)
@@ -83,9 +85,16 @@ def test_a_deleted_region_gives_its_pages_back_while_engines_still_run(mount: Pa
         daemon.delete_spec()
         assert engine.scheduler is not None
         engine.scheduler.wait_for(Drain, 10)
-        wait_until(lambda: bool(engine.acknowledge_revocations()))
-        assert daemon.process is not None
-        assert daemon.process.wait(20) == 0
+        process = daemon.process
+        assert process is not None
+
+        def has_ended() -> bool:
+            with contextlib.suppress(DaemonUnavailable):
+                engine.acknowledge_revocations()
+            return process.poll() is not None
+
+        wait_until(has_ended)
+        assert process.returncode == 0
         assert os.statvfs(mount).f_bfree == before
         assert not list(mount.iterdir())
         engine.close()

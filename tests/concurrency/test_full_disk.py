@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from byte_engine import key_of
-from daemon_process import DaemonProcess, connect, wait_until
+from daemon_process import PAGE_BYTES, DaemonProcess, connect, wait_until
 from kvoffload.errors import KVOffloadError
+from kvoffload_node.region.extents import HEADROOM_EXTENTS
 from small_pool import CAPACITY_BYTES, attach, fill, hello, hits, start
 
 pytestmark = pytest.mark.hugepages
 """Mounting needs root, as huge pages do."""
 DISK_BYTES = 1 << 20
+NUM_EXTENTS = CAPACITY_BYTES // PAGE_BYTES
 
 
 @pytest.fixture
@@ -39,6 +41,8 @@ def test_a_full_disk_ends_no_daemon(folder: Path, small_disk: Path) -> None:
         path = daemon.attach("pod")
         engine, other = attach(path, "engine"), attach(path, "other", ranks=1, part_bytes=4096)
         keys = fill(engine, 8, salt=1)
+        # the extent in use and those ahead of demand: each takes room on that disk
+        wait_until(lambda: daemon.metrics()["kvoffload_prefault_ratio"] == (1 + HEADROOM_EXTENTS) / NUM_EXTENTS)
         junk = use_up(small_disk)
 
         def is_refused() -> bool:

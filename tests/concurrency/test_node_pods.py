@@ -46,7 +46,10 @@ def test_pods_of_the_namespaces_that_the_webhook_allows_are_attached(
     assert set(pods.current) == seen
 
 
-def test_a_pod_that_a_silent_watch_does_not_tell_of_is_found_by_asking(api: ScriptedApiServer) -> None:
+def test_a_pod_that_a_silent_watch_does_not_tell_of_is_found_by_asking(
+    api: ScriptedApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_pods, "MIN_REFRESH_SECONDS", 60.0)  # more than this test takes
     api.pods = [listed_pod("first"), listed_pod("evicted", "Failed")]
     pods = NodePods(pool="p", node_name="n", own_namespace="own")
     pods.start()

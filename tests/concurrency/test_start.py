@@ -41,7 +41,7 @@ def test_a_program_that_is_told_to_stop_while_it_imports_ends_at_once(module: st
         wait_until(lambda: catches(process, signal.SIGTERM), pause_seconds=0.001)
         assert "pydantic" not in (process / "maps").read_text(), "it listens only after its imports"
         subprocess.run(["kill", "-TERM", process.name], check=True)
-        assert unshare.wait(5) == 0
+        assert unshare.wait(30) == 0
     finally:
         unshare.kill()
         unshare.wait()
