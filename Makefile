@@ -49,6 +49,7 @@ demo-down: cluster-down ## give back everything that the demo and the cluster to
 test: lint test-unit ## everything: lint, types, unit, property, real vLLM, real cluster (which mostly waits: beside vLLM)
 	$(PYTHON) -m hack.vllm environment
 	$(PYTHON) -m hack.cluster up
+	$(PYTHON) -m hack.images --load
 	$(PYTEST) --numprocesses=4 --dist=loadscope --no-loadscope-reorder -m "(engine or e2e) and not long and not alone" \
 	    tests/e2e tests/engine
 	$(PYTEST) -m "alone and (engine or e2e) and not long" tests/engine tests/e2e

@@ -121,6 +121,7 @@ class SpecSource:
                 self._note_region(f"{path} cannot be read: {error.strerror}")
                 await asyncio.sleep(FILE_SECONDS)
                 continue
+            self._note_region("")
             if text != seen:
                 seen = text
                 self.take_spec(KVOffloadRegionSpec.model_validate(json.loads(text)))

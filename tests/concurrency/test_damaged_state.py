@@ -5,6 +5,7 @@ from pathlib import Path
 
 from byte_engine import key_of
 from daemon_process import DaemonProcess, wait_until
+from kvoffload.protocol.messages import Drain
 from small_pool import attach, fill, hits, start
 
 NUM_KEYS = 8
@@ -45,6 +46,20 @@ def test_attachments_that_cannot_be_read_of_engines_that_live_are_waited_for(fol
         other = attach(daemon.attach("other"), "other")
         assert hits(other, keys) == NUM_KEYS
         other.close()
+
+
+def test_a_spec_that_cannot_be_read_for_a_while_is_said_and_ends_no_daemon(folder: Path) -> None:
+    with start(folder, None) as daemon:
+        engine = attach(daemon.attach("pod"), "engine")
+        loop = folder / "loop"
+        loop.symlink_to(folder / "region.json")
+        loop.rename(folder / "region.json")  # at once: a file that is away is a region that was deleted
+        wait_until(lambda: daemon.metrics()['kvoffload_daemon_failures_total{part="RegionObject"}'] >= 1)
+        assert "region.json cannot be read: Too many levels of symbolic links" in daemon.log
+        daemon.write_spec(mode="Paused")
+        assert engine.scheduler is not None
+        engine.scheduler.wait_for(Drain, 60)
+        engine.close()
 
 
 def test_a_region_file_that_was_cut_is_not_believed(folder: Path) -> None:

@@ -232,27 +232,23 @@ def running_control_plane(folder: Path) -> Iterator[ControlPlane]:
     try:
         for name, arguments in commands.items():
             with (folder / f"{name}.log").open("wb") as log:
-                process = subprocess.Popen([program(name), *arguments], stdout=log, stderr=log, cwd=folder)
+                # it ends with pytest, however that ends
+                command = ["setpriv", "--pdeathsig", "KILL", str(program(name)), *arguments]
+                process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
             plane.processes.append(process)
             if name == "kube-apiserver":
                 wait_until(
                     lambda: "ok" in plane.kubectl("get", "--raw", "/readyz", check=False)[:2],
                     f"API server of {folder} to be ready",
-                    seconds=60,
                 )
-        wait_until(
-            lambda: plane.find("serviceaccount", "default") is not None, "the controller manager to work", seconds=60
-        )
+        wait_until(lambda: plane.find("serviceaccount", "default") is not None, "the controller manager to work")
         yield plane
     finally:
-        for process in reversed(plane.processes):
-            process.terminate()
-        for process in reversed(plane.processes):
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for process in reversed(
+            plane.processes
+        ):  # nothing of it is used again: an API server takes 10 s over a SIGTERM
+            process.kill()
+            process.wait()
 
 
 def render_chart(*values: str, chart: Path = CHART, namespace: str = NAMESPACE) -> list[dict[str, Any]]:
