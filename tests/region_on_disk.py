@@ -6,6 +6,7 @@ from typing import Any
 from kvoffload.api.pool import Fallback
 from kvoffload.api.region import KVOffloadRegionSpec
 from kvoffload_node.failures import Failures
+from kvoffload_node.findings import Finding, Situation, build_findings
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.index.journal import UNCUT
 from kvoffload_node.region.extents import Tenant
@@ -37,6 +38,15 @@ def open_region(
     )
     assert (region.extent_bytes, region.extents.num_extents) == (extent_bytes, num_extents)
     return region
+
+
+def findings_of(region: Region, paths: HostPaths) -> dict[str, Finding]:
+    """What the daemon that serves this region says, by condition."""
+    situation = Situation(
+        spec=region.spec, region=region, region_problem=None, pages_problem=None, holders="", is_stopping=False,
+        has_attacher=True, needs_attacher=True,
+    )  # fmt: skip
+    return {finding.type: finding for finding in build_findings(situation, paths)}
 
 
 def spec_of(*, extent_bytes: int, num_extents: int, **spec: Any) -> KVOffloadRegionSpec:

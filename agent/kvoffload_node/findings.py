@@ -93,9 +93,9 @@ def _build_pages(situation: Situation, paths: HostPaths) -> Finding:
         message = f"no more pages are allocated, tried again every {RETRY_SECONDS:g} s: {region.extents.problem}"
         return Finding(kind, False, RegionReason.REGION_UNUSABLE, message)
     if region.extents.problem:
-        reason, message = explain_shortage(
-            paths, wanted_bytes=region.extents.missing_bytes, page_bytes=region.mount.page_bytes
-        )
+        # Where nothing is missing, pages that are kept cannot be had: a cgroup's limit, or a full tmpfs.
+        wanted_bytes = region.extents.missing_bytes or region.extents.unallocated_bytes
+        reason, message = explain_shortage(paths, wanted_bytes=wanted_bytes, page_bytes=region.mount.page_bytes)
         return Finding(kind, False, reason, f"{region.extents.problem}: {message}")
     capacity, page = format_bytes(region.capacity_bytes), format_bytes(region.mount.page_bytes)
     if not region.mount.is_hugetlbfs:

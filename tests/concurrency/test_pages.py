@@ -14,11 +14,13 @@ import pytest
 
 from byte_engine import ByteEngine, key_of
 from daemon_process import PAGE_BYTES, DaemonProcess, hugetlb_mount, wait_until
+from kvoffload.api.conditions import RegionCondition, RegionReason
 from kvoffload.errors import PagesUnavailable
+from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.region import extents
 from kvoffload_node.region.extents import HEADROOM_EXTENTS
 from kvoffload_node.region.hugetlbfs import Mount, NoHugetlbfs, RegionFile, Reservation, read_mount
-from region_on_disk import open_region
+from region_on_disk import findings_of, open_region
 
 NUM_PAGES = 8
 pytestmark = pytest.mark.hugepages
@@ -222,10 +224,14 @@ async def test_a_page_that_was_robbed_is_missed_alone_and_comes_back(
         await until_spare(NUM_PAGES - 1)
         assert isinstance(pool.problem, PagesUnavailable)
         assert pool.missing_bytes == PAGE_BYTES
+        told = findings_of(region, HostPaths.below(Path("/")))[RegionCondition.PAGES_READY]
+        assert (told.holds, told.reason) == (False, RegionReason.PAGES_UNAVAILABLE)
+        assert "asked for 2Mi in pages of 2Mi" in told.message
         assert caplog.text.count("the capacity is not all there") == 1
         robbed.punch(0, PAGE_BYTES)
         await until_spare(NUM_PAGES)
         assert (pool.problem, pool.missing_bytes) == (None, 0)
+        assert findings_of(region, HostPaths.below(Path("/")))[RegionCondition.PAGES_READY].holds
     finally:
         running.cancel()
         region.close()

@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,20 @@ def is_injected(pod: dict[str, Any]) -> bool:
     return "KVOFFLOAD_SOCKET" in {variable["name"] for variable in variables}
 
 
-def wait_asked(stage: Stage, *, pool: str) -> None:
-    """Wait until a pod that is created now meets a webhook, which says why or injects. The webhook's Deployment is
-    available some time before the API server's connections find it, and a busy machine may miss a single call."""
+def skip_reason(pod: dict[str, Any]) -> str:
+    """Why the webhook left it as it is; empty where it did not, or was not asked."""
+    reason: str = pod["metadata"].get("annotations", {}).get(SKIP_REASON_ANNOTATION, "")
+    return reason
+
+
+def wait_asked(stage: Stage, *, pool: str, answers: Callable[[dict[str, Any]], object] = is_injected) -> None:
+    """Wait until a webhook is asked about a pod that is created now, and answers so. Its Deployment is available before
+    the API server's connections find it, and a busy machine may miss a single call."""
     manifest = light_pod("probe", pool=pool, image=stage.images.python)
 
     def is_asked() -> bool:
         said = stage.kubernetes.kubectl("create", "--dry-run=server", "--output=json", "-f", "-", stdin=manifest)
-        pod = json.loads(said)
-        return is_injected(pod) or SKIP_REASON_ANNOTATION in pod["metadata"].get("annotations", {})
+        return bool(answers(json.loads(said)))
 
     wait_until("the webhook to be asked", is_asked, timeout_seconds=120)
 

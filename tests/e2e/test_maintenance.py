@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from byte_engine import ByteEngine
-from e2e.light_pod import assert_serves, daemon_socket, is_injected, light_pod, make_pod
+from e2e.light_pod import assert_serves, daemon_socket, is_injected, light_pod, make_pod, wait_asked
 from e2e.own_release import OwnRelease, own_release
 from hack.cluster import lifecycle, machine, processes
 from hack.cluster.settings import ClusterSettings
@@ -98,20 +98,7 @@ def wait_running(release: OwnRelease) -> None:
     kubernetes.kubectl(
         "wait", "--for=condition=Available", "deployments", "--all", f"--namespace={release.namespace}", "--timeout=90s"
     )
-    wait_asked(release)
-
-
-def wait_asked(release: OwnRelease) -> None:
-    """Wait until a pod that is created now would be injected; a single call may come too late on a busy machine."""
-    kubernetes = release.kubernetes
-    pod = light_pod("upkeep-probe", pool=NAME, image=release.stage.images.python)
-
-    def is_asked() -> bool:
-        return is_injected(
-            json.loads(kubernetes.kubectl("create", "--dry-run=server", "--output=json", "-f", "-", stdin=pod))
-        )
-
-    wait_until("the webhook to be asked", is_asked, timeout_seconds=120)
+    wait_asked(release.stage, pool=NAME)
 
 
 def settled_free_pages() -> int:
@@ -258,7 +245,7 @@ def test_the_operator_deleted_first_takes_its_daemons_along_and_holds_up_no_pod(
     wait_given_back(serving)
     assert kubernetes.get("daemonsets", namespace=release.namespace)["items"] == []
     assert_holds_up_nothing(serving, newcomer="upkeep-without-operator")
-    wait_asked(release)
+    wait_asked(release.stage, pool=NAME)
     serving.engine.close()
     release.install(*ONE_EACH)
     with daemon_socket(kubernetes, serving.pod) as path, contextlib.closing(attach(path, "again")) as engine:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from e2e.light_pod import is_injected, light_pod, wait_asked
+from e2e.light_pod import is_injected, light_pod, skip_reason, wait_asked
 from hack.console import wait_until
 from hack.demo import servers
 from hack.demo.installation import NAMESPACE, delete_pool, describe_pool
@@ -60,7 +60,7 @@ def test_without_the_webhook_the_pod_is_created_as_it_was(release, opted_in_pod)
         for name in names:
             kubernetes.kubectl("rollout", "status", name, f"--namespace={NAMESPACE}", "--timeout=90s")
         if number:
-            wait_asked(release, pool="nowhere")
+            wait_asked(release, pool="nowhere", answers=skip_reason)
 
     scale(0)
     try:
@@ -77,7 +77,7 @@ def test_without_the_webhook_the_pod_is_created_as_it_was(release, opted_in_pod)
 def test_without_the_pool_the_pod_starts_and_says_why(release, opted_in_pod):
     pod = opted_in_pod("no-pool", pool="nowhere")
     assert not is_injected(pod)
-    assert pod["metadata"]["annotations"]["kvoffload.io/skip-reason"] == "PoolNotFound"
+    assert skip_reason(pod) == "PoolNotFound"
 
 
 def test_without_pages_the_pool_says_how_many_are_missing(release, pool_without_pages, opted_in_pod):

@@ -114,6 +114,9 @@ def test_case_26_pods_that_the_webhook_missed_are_named_by_one_event_also_after_
     pod = make_pod("missed", pool="nowhere")
     for name in ("operator-e", "operator-f"):
         with running_operator(control_plane, name, **QUICK):
+            later = f"missed-{name}"  # the other pod's turn is before its own
+            make_pod(later, pool="nowhere")
+            wait_until(lambda: reasons(control_plane, later) == ["MissedByWebhook"], "the later event")  # noqa: B023
             wait_until(lambda: reasons(control_plane, "missed") == ["MissedByWebhook"], "the event")
     (event,) = events_of(control_plane, "missed")
     assert "no webhook answered when the pod was created" in event["message"]

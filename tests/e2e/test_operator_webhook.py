@@ -28,6 +28,7 @@ from e2e.control_plane import (
     render_chart,
     wait_until,
 )
+from e2e.light_pod import skip_reason
 from e2e.operator_pools import pool_manifest
 from e2e.webhook_load import Load, create_many, wait_for_more
 from e2e.webhook_replicas import (
@@ -60,10 +61,6 @@ def replicas(control_plane: ControlPlane) -> Iterator[list[Replica]]:
     """Two webhooks that the API server calls, with certificates by the operator."""
     with serving_replicas(control_plane) as running:
         yield running
-
-
-def skip_reason(pod: dict[str, Any]) -> str:
-    return str((pod["metadata"].get("annotations") or {}).get("kvoffload.io/skip-reason", ""))
 
 
 def test_a_replica_shows_every_result_also_before_it_happens(replicas: list[Replica]) -> None:
@@ -187,14 +184,22 @@ def test_a_pool_s_warnings_and_errors_are_shown_when_it_is_applied(
 def test_the_second_replica_is_asked_only_where_the_first_does_not_answer(
     control_plane: ControlPlane, replicas: list[Replica]
 ) -> None:
-    def calls_of_six() -> list[int]:
-        before = [replica.num_calls() for replica in replicas]
-        for _ in range(5):
-            assert is_injected(create(control_plane, pod_manifest(command=DEEPSEEK)))
-        assert skip_reason(create(control_plane, pod_manifest(command=DEEPSEEK, pool="nobody"))) == "PoolNotFound"
-        return [replica.num_calls() - calls for replica, calls in zip(replicas, before, strict=True)]
+    num_late = 0
 
-    assert [6, 0] in (calls_of_six() for _ in range(3)), "on a busy machine the first may be late once"
+    def timed(pod: dict[str, Any]) -> dict[str, Any]:
+        nonlocal num_late
+        started = time.monotonic()
+        created = create(control_plane, pod)
+        num_late += time.monotonic() - started >= TIMEOUT_SECONDS
+        return created
+
+    before = [replica.num_calls() for replica in replicas]
+    for _ in range(5):
+        assert is_injected(timed(pod_manifest(command=DEEPSEEK)))
+    assert skip_reason(timed(pod_manifest(command=DEEPSEEK, pool="nobody"))) == "PoolNotFound"
+    first, second = (replica.num_calls() - calls for replica, calls in zip(replicas, before, strict=True))
+    assert first == 6
+    assert second <= num_late, "a busy machine may make the first one late"
 
 
 @pytest.fixture
@@ -270,10 +275,11 @@ def test_a_change_by_others_brings_the_replica_that_answered_back(
     replicas[0].process.send_signal(signal.SIGSTOP)
     try:
         durations = []
-        for _ in range(5):  # waiting twice is never faster than two time-outs; a busy machine may be slow at times
+        for _ in range(3):  # waiting twice is never faster than two time-outs; a busy machine may be slow once
             started = time.monotonic()
-            if calls_of(1) == 2:
-                durations.append(time.monotonic() - started)
+            num_calls = calls_of(1)
+            durations.append(time.monotonic() - started)
+            assert num_calls == 2 or durations[-1] >= 2 * TIMEOUT_SECONDS
         assert min(durations) < 2 * TIMEOUT_SECONDS, "replica 0 is waited for once, not again"
     finally:
         replicas[0].process.send_signal(signal.SIGCONT)

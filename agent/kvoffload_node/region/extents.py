@@ -146,7 +146,7 @@ class ExtentPool:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self.problem else None)
                 self._wake.clear()
-                if isinstance(self.problem, PagesUnavailable) and self.missing_bytes and self._may_allocate:
+                if self.missing_bytes and self._may_allocate:
                     self._keep_rest()
                 while self.surplus and self._begin_move(None, before=1 << 62, account=None):
                     pass  # until each extent that can go is on its way
@@ -193,7 +193,7 @@ class ExtentPool:
             return False
         finally:
             self._growing = None
-        self._keep_rest()
+        self._note_problem(self._reserve_rest())
         if node is not None:
             self.num_by_node[node.number] += 1
         tenant.index.add_spare(position)
@@ -273,10 +273,11 @@ class ExtentPool:
         self.wake()
 
     def _keep_rest(self) -> None:
-        """Keep pages for all that is not allocated, and say whether they could be had. An allocation ends with it, and
-        nobody else may change the reservation meanwhile."""
+        """Keep pages for all that is not allocated, and say whether they could be had. Why nothing can be allocated for
+        another reason stays said. An allocation under way changes the reservation itself, and ends with the same."""
         if self._growing is None:
-            self._note_problem(self._reserve_rest())
+            error = self._reserve_rest()
+            self._note_problem(self.problem if error is None and isinstance(self.problem, RegionUnusable) else error)
 
     def _reserve_rest(self) -> KVOffloadError | None:
         try:
@@ -317,5 +318,5 @@ async def _in_thread(work: Callable[..., None], *arguments: Any) -> None:
     try:
         await asyncio.shield(thread)
     except asyncio.CancelledError:
-        await asyncio.wait([thread])
+        await asyncio.gather(thread, return_exceptions=True)
         raise

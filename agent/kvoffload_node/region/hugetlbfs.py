@@ -142,14 +142,14 @@ class Reservation:
             file.allocate(offset, num_bytes, cpus)
             self.num_bytes = max(0, self.num_bytes - num_bytes)
             return
-        with running_on(cpus):
-            for page in range(offset, offset + num_bytes, self._page_bytes):
-                self.resize(max(0, self.num_bytes - self._page_bytes))
-                try:
+        try:
+            with running_on(cpus):
+                for page in range(offset, offset + num_bytes, self._page_bytes):
+                    self.resize(max(0, self.num_bytes - self._page_bytes))
                     file.allocate(page, self._page_bytes)
-                except (PagesUnavailable, RegionUnusable):
-                    file.punch(offset, num_bytes)
-                    raise
+        except (PagesUnavailable, RegionUnusable, OSError):
+            file.punch(offset, num_bytes)
+            raise
 
     def resize(self, num_bytes: int) -> None:
         """Keep exactly `num_bytes`. Raises PagesUnavailable if there are not so many; then what was kept stays."""

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.api.conditions import RegionCondition
 from kvoffload.api.pool import Fallback, NumaPolicy
 from kvoffload.api.region import KVOffloadRegionSpec
-from kvoffload_node.findings import Situation, build_findings
 from kvoffload_node.host.numa import parse_cpu_list, running_on
 from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.region import hugetlbfs
 from kvoffload_node.region.hugetlbfs import Mount, RegionFile
 from kvoffload_node.region.region import Region
+from region_on_disk import findings_of
 
 HOSTS = Path(__file__).parents[2] / "fixtures/sysfs"
 TWO, EIGHT = "two-nodes-v2", "eight-nodes-v1"
@@ -120,11 +121,7 @@ async def test_nodes_whose_cpus_the_container_has_not_are_left_out_and_named(
         "NUMA nodes that the daemon has no CPU of: [3] of 8"
     ]
     monkeypatch.setattr(region, "mount", Mount(tmp_path, 1 << 30, is_hugetlbfs=True))
-    situation = Situation(
-        spec=region.spec, region=region, region_problem=None, pages_problem=None, holders="", is_stopping=False,
-        has_attacher=True, needs_attacher=True,
-    )  # fmt: skip
-    degraded = build_findings(situation, HostPaths.below(tmp_path / "host"))[2]
+    degraded = findings_of(region, HostPaths.below(tmp_path / "host"))[RegionCondition.DEGRADED]
     assert degraded.holds == is_degraded
     assert ("NUMA node 3" in degraded.message) == is_degraded
 

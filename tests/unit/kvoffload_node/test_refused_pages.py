@@ -5,23 +5,25 @@ A descriptor that was opened for reading only is refused like a file system that
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import pytest
 
+from kvoffload.api.conditions import RegionCondition
 from kvoffload.api.pool import NumaPolicy, Sharing
-from kvoffload.errors import RegionUnusable, Shortage
+from kvoffload.errors import PagesUnavailable, RegionUnusable, Shortage
 from kvoffload_node.failures import Failures, Part
+from kvoffload_node.host.paths import HostPaths
 from kvoffload_node.index.catalog import read_catalog
 from kvoffload_node.region import extents
 from kvoffload_node.region.extents import Tenant
-from kvoffload_node.region.hugetlbfs import Reservation
+from kvoffload_node.region.hugetlbfs import RegionFile, Reservation
 from kvoffload_node.region.region import Region
 from kvoffload_node.session.engines import Engine, Pod
 from kvoffload_node.session.traffic import Traffic
 from kvoffload_node.session.turns import Floor, Turns
-from region_on_disk import give_extents, open_region
+from region_on_disk import findings_of, give_extents, open_region
 
 EXTENT_BYTES = 64 << 20
 
@@ -130,6 +132,47 @@ async def test_what_cannot_be_allocated_is_a_problem_until_it_can(
         assert caplog.text.count("the capacity is not all there") == 1, "said once, however often it is tried"
         await until(lambda: region._reservation.num_bytes == 8 * EXTENT_BYTES)  # kept from others again
     await until(lambda: region.extents.problem is None and tenant.index.spare)
+    running.cancel()
+
+
+async def test_a_disk_that_refuses_stays_said_when_pages_come_back(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents, "RETRY_SECONDS", 600.0)
+    gone = spare_extents(region, 1)
+    gone.is_abandoned = True
+    needy = region.tenant_for("default", "another")
+    needy.num_workers = 1
+    region.reserve_pages()
+    with ReadOnly(needy.index.journal._descriptor, needy.index.journal.path):
+        running = asyncio.create_task(region.extents.run())
+        region.extents.wake()
+        await until(lambda: gone.positions == set() and region.extents.problem is not None)
+        await until(lambda: not region.extents._moves)
+        assert isinstance(region.extents.problem, RegionUnusable)
+        assert region._reservation.num_bytes == 8 * EXTENT_BYTES
+    running.cancel()
+
+
+async def test_pages_that_are_kept_and_refused_are_asked_for_in_the_condition(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a cgroup's limit, which counts pages when they are allocated and not when they are reserved."""
+
+    def allocate(self: RegionFile, offset: int, num_bytes: int, cpus: Set[int] = frozenset()) -> None:
+        raise PagesUnavailable("refused")
+
+    monkeypatch.setattr(RegionFile, "allocate", allocate)
+    region.tenant_for("default", "uid").num_workers = 1
+    region.reserve_pages()
+    running = asyncio.create_task(region.extents.run())
+    region.extents.wake()
+    await until(lambda: region.extents.problem is not None)
+    assert region.extents.missing_bytes == 0
+    assert (
+        "refused: asked for 512Mi"
+        in findings_of(region, HostPaths.below(Path("/")))[RegionCondition.PAGES_READY].message
+    )
     running.cancel()
 
 
