@@ -21,17 +21,9 @@ import yaml
 from cryptography import x509
 
 import endpoints
-from e2e.control_plane import (
-    NAMESPACE,
-    ControlPlane,
-    free_port,
-    operator_token,
-    render_chart,
-    running_control_plane,
-    running_operator,
-    wait_until,
-)
+from e2e.control_plane import NAMESPACE, ControlPlane, free_port, render_chart, running_control_plane, wait_until
 from e2e.operator_pools import condition, pool_manifest
+from e2e.operator_process import operator_token, running_operator
 from e2e.webhook_replicas import (
     DEEPSEEK,
     certificates_for_doctor,

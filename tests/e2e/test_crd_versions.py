@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.control_plane import ControlPlane, program, running_operator, wait_until
+from e2e.control_plane import ControlPlane, program, wait_until
 from e2e.operator_pools import QUICK, condition, leftovers, pool_manifest
+from e2e.operator_process import running_operator
 from hack.cache import REPOSITORY
 from kvoffload.api.schema import build_crds
 

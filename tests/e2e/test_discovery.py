@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.control_plane import NAMESPACE, ControlPlane, operator_token, render_chart, running_operator, wait_until
+from e2e.control_plane import NAMESPACE, ControlPlane, render_chart, wait_until
 from e2e.operator_pools import pool_manifest
+from e2e.operator_process import operator_token, running_operator
 from hack.cluster.programs import ensure_program
 from hack.demo.discovery import META, discover, documented_job, pod_monitor_job
 from hack.demo.prometheus import PrometheusServer, running_prometheus, serving_prometheus

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.control_plane import ControlPlane, free_port, operator_token, render_chart, wait_until
+from e2e.control_plane import ControlPlane, free_port, render_chart, wait_until
+from e2e.operator_process import operator_token
 from e2e.webhook_replicas import publish, serving_replicas
 from fixtures.examples import EXAMPLES, assert_injected, assert_left_alone, objects_in, pods_of
 from hack.cluster.programs import ensure_program

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.control_plane import ControlPlane, free_port, running_operator, wait_until
+from e2e.control_plane import ControlPlane, free_port, wait_until
 from e2e.faulty_proxy import FaultyProxy
 from e2e.operator_pools import leftovers, make_ready, pool_manifest
+from e2e.operator_process import running_operator
 
 pytestmark = pytest.mark.e2e
 

@@ -6,18 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.control_plane import (
-    ControlPlane,
-    OperatorProcess,
-    event_time,
-    free_lease,
-    free_port,
-    running_operator,
-    start_operator,
-    wait_until,
-)
+from e2e.control_plane import ControlPlane, event_time, free_port, wait_until
 from e2e.faulty_proxy import FaultyProxy
 from e2e.operator_pools import QUICK, leftovers, make_ready, pool_manifest
+from e2e.operator_process import OperatorProcess, free_lease, running_operator, start_operator
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.control_plane import NAMESPACE, ControlPlane, checked_metrics, free_port, running_operator, wait_until
+from e2e.control_plane import NAMESPACE, ControlPlane, free_port, wait_until
 from e2e.operator_pools import QUICK, condition, events_of, leftovers, make_ready, pool_manifest
+from e2e.operator_process import checked_metrics, running_operator
 from kvoffload.api.schema import build_crds
 from kvoffload_operator.events import EventRecorder, Regarding
 from kvoffload_operator.kube import KubeClient

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from e2e.control_plane import (
-    ControlPlane,
-    OperatorProcess,
-    checked_metrics,
-    free_lease,
-    report_regions,
-    running_operator,
-    start_operator,
-    wait_until,
-)
+from e2e.control_plane import ControlPlane, report_regions, wait_until
 from e2e.operator_pools import QUICK, events_of, leftovers, make_pool, make_ready
+from e2e.operator_process import OperatorProcess, checked_metrics, free_lease, running_operator, start_operator
 
 pytestmark = pytest.mark.e2e
 __all__ = ["make_pool"]

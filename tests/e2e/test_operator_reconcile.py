@@ -5,16 +5,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.control_plane import (
-    NAMESPACE,
-    ControlPlane,
-    OperatorProcess,
-    report_regions,
-    run_daemon_pods,
-    running_operator,
-    wait_until,
-)
+from e2e.control_plane import NAMESPACE, ControlPlane, report_regions, run_daemon_pods, wait_until
 from e2e.operator_pools import QUICK, condition, events_of, leftovers, make_pool, make_ready, node_labels
+from e2e.operator_process import OperatorProcess, running_operator
 
 pytestmark = pytest.mark.e2e
 __all__ = ["make_pool"]

@@ -13,16 +13,9 @@ from typing import Any
 
 import pytest
 
-from e2e.control_plane import (
-    ControlPlane,
-    OperatorProcess,
-    install_chart,
-    region_report,
-    running_control_plane,
-    running_operator,
-    wait_until,
-)
+from e2e.control_plane import ControlPlane, install_chart, region_report, running_control_plane, wait_until
 from e2e.operator_pools import pool_manifest
+from e2e.operator_process import OperatorProcess, running_operator
 from hack.cache import REPOSITORY
 from hack.cluster.programs import GoProgram, build_program
 from kvoffload_operator.kube import NODES, REGIONS, KubeClient

@@ -20,16 +20,10 @@ from urllib.error import URLError
 import pytest
 
 import endpoints
-from e2e.control_plane import (
-    NAMESPACE,
-    ControlPlane,
-    checked_metrics,
-    free_port,
-    render_chart,
-    wait_until,
-)
+from e2e.control_plane import NAMESPACE, ControlPlane, free_port, render_chart, wait_until
 from e2e.light_pod import skip_reason
 from e2e.operator_pools import pool_manifest
+from e2e.operator_process import checked_metrics
 from e2e.webhook_load import Load, create_many, wait_for_more
 from e2e.webhook_replicas import (
     DEEPSEEK,

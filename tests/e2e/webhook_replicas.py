@@ -16,17 +16,9 @@ from cryptography import x509
 from urllib3.exceptions import InsecureRequestWarning
 
 import endpoints
-from e2e.control_plane import (
-    NAMESPACE,
-    ControlPlane,
-    free_port,
-    operator_token,
-    render_chart,
-    running_operator,
-    start_process,
-    wait_until,
-)
+from e2e.control_plane import NAMESPACE, ControlPlane, free_port, render_chart, wait_until
 from e2e.operator_pools import pool_manifest
+from e2e.operator_process import operator_token, running_operator, start_process
 from kvoffload.api.keys import INJECTED_ANNOTATION
 from kvoffload.api.keys import WEBHOOK_REPLICA_ANNOTATION as REPLICA
 from kvoffload_cli.checks.release import certificate_expires

@@ -12,10 +12,18 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fixtures.cli.cluster import healthy
-from fixtures.cli.pods import daemon, node, pod
+from fixtures.cli.marked import (
+    DAEMON_POD,
+    MARKER,
+    OPERATOR_POD,
+    POD,
+    daemon_pod,
+    objects,
+    operator_pod,
+)
+from fixtures.cli.pods import node
 from fixtures.cli.reader import FixtureReader
-from fixtures.cli.release import CERTIFICATE, WEBHOOK_POD, webhook_pod
+from fixtures.cli.release import CERTIFICATE
 from fixtures.cli.scene import GPU, NOW, SYSTEM, Object
 from kvoffload.api import keys
 from kvoffload.errors import InvalidSpec
@@ -28,104 +36,6 @@ from kvoffload_cli.bundle.once import OnceReader
 from kvoffload_cli.kube import ClusterUnavailable, Denied, ReadFailed
 from kvoffload_cli.observe import NODES, PODS, PROBE_PATH, observe_cluster
 from kvoffload_operator.events import CONTROLLER
-
-MARKER = "hf_abcdefghijklmnop"
-"""What a user, or somebody's sidecar, keeps to themselves."""
-OPERATOR_POD = "kvoffload-operator-5d4f-x7x7x"
-DAEMON_POD = "kvoffload-llm-gpu-1"
-POD = f"/api/v1/namespaces/{SYSTEM}/pods"
-
-
-def container_status(name: str, *, restarts: int = 0) -> Object:
-    return {"name": name, "restartCount": restarts, "state": {"running": {}}}
-
-
-def operator_pod() -> Object:
-    """With what a service mesh puts beside the operator."""
-    one = pod(OPERATOR_POD, namespace=SYSTEM, labels={"app.kubernetes.io/name": "kvoffload"}, injected=False)
-    one["metadata"]["annotations"] = {"mesh.example.com/token": MARKER}
-    one["spec"]["containers"] = [
-        {
-            "name": "operator",
-            "image": "kvoffload/operator:0.1.0",
-            "args": ["run", MARKER],
-            "env": [
-                {"name": "KVOFFLOAD_NODE_IMAGE", "value": "kvoffload/node:0.1.0"},
-                {"name": "KVOFFLOAD_NODE_POD_ANNOTATIONS", "value": MARKER},
-                {"name": "HTTPS_PROXY", "value": MARKER},
-            ],
-            "ports": [{"name": "metrics", "containerPort": 9422}],
-        },
-        {
-            "name": "proxy",
-            "image": "mesh/proxy:1",
-            "args": ["--token", MARKER],
-            "env": [{"name": "A", "value": MARKER}],
-        },
-    ]
-    one["spec"]["volumes"] = [{"name": "mesh", "csi": {"driver": "mesh", "volumeAttributes": {"token": MARKER}}}]
-    one["status"]["containerStatuses"] = [container_status("operator"), container_status("proxy")]
-    return one
-
-
-def daemon_pod(node: str, *, restarts: int = 0) -> Object:
-    one = daemon("llm", node)
-    one["spec"]["containers"][0] |= {"name": "daemon", "ports": [{"name": "metrics", "containerPort": 9420}]}
-    one["status"]["containerStatuses"] = [container_status("daemon", restarts=restarts), container_status("attacher")]
-    return one
-
-
-def engine_pod() -> Object:
-    one = pod("vllm-a", annotations={"owner.example.com/secret": MARKER})
-    one["spec"]["containers"][0] |= {
-        "args": ["--api-key", MARKER],
-        "env": [
-            {"name": "HF_TOKEN", "value": MARKER},
-            {"name": "KVOFFLOAD_POOL", "value": "llm"},
-            {"name": "KVOFFLOAD_KEY", "valueFrom": {"secretKeyRef": {"name": MARKER, "key": "key"}}},
-        ],
-    }
-    return one
-
-
-def event(name: str, kind: str, of: str, namespace: str = SYSTEM) -> Object:
-    return {
-        "metadata": {"name": name, "namespace": namespace},
-        "involvedObject": {"kind": kind, "namespace": namespace, "name": of},
-        "reason": "Test",
-        "message": f"of {of}",
-        "lastTimestamp": f"2026-11-29T17:0{len(name) % 10}:00Z",
-    }
-
-
-def objects() -> dict[str, Any]:
-    """The healthy cluster, with logs, metrics, events, and MARKER wherever others could have put one."""
-    found = healthy()
-    ours = [daemon_pod("gpu-1", restarts=1), daemon_pod("gpu-2"), operator_pod(), webhook_pod()]
-    found[PODS] = [*ours, engine_pod(), pod("vllm-b")]
-    found[f"/api/v1/namespaces/{SYSTEM}/events"] = [
-        event("a", "Pod", DAEMON_POD),
-        event("bb", "ReplicaSet", "kvoffload-operator-5d4f"),
-        event("ccc", "Pod", "somebody-else"),
-    ]
-    found["/api/v1/events"] = [
-        event("dddd", "Pod", "vllm-gone", "team-a") | {"reportingComponent": "kvoffload.io/operator"},
-        event("eeeee", "Pod", MARKER, "team-a") | {"reportingComponent": "kubelet"},
-    ]
-    for name in (DAEMON_POD, "kvoffload-llm-gpu-2"):
-        found[f"{POD}/{name}:9420/proxy/metrics"] = 'kvoffload_pool_used_bytes{tenant="namespace/team-a"} 1\n'
-        found[f"{POD}/{name}:9420/proxy/metrics"] += 'kvoffload_pool_used_bytes{tenant="namespace/moved-away"} 1\n'
-        for container in ("daemon", "attacher"):
-            found[f"{POD}/{name}/log?container={container}"] = (
-                f"{container}: team-a/vllm-a and team-a/vllm-old on gpu-1\n"
-            )
-    found[f"{POD}/{DAEMON_POD}/log?container=daemon&previous=true"] = (
-        "the end\npod long-ago/vllm-zz attached (tenant namespace/long-ago)\n"
-    )
-    found[f"{POD}/{OPERATOR_POD}:9422/proxy/metrics"] = "kvoffload_operator_up 1\n"
-    found[f"{POD}/{WEBHOOK_POD}:9422/proxy/metrics"] = "kvoffload_operator_up 1\n"
-    found[f"{POD}/{OPERATOR_POD}/log?container=operator"] = "leader\n"
-    return found
 
 
 class Watched(FixtureReader):
